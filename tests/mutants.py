@@ -492,10 +492,70 @@ MUTANTS = [
     ),
     # ---------------------------------------------------------------- layers: fuse
     Mutant(
-        "layers/fuse/program.py",
-        "return (np.abs(a) // np.abs(b)) * np.sign(a) * np.sign(b)",
+        "layers/fuse/constants.py",
+        "return a // b + ((a % b != 0) & ((a < 0) != (b < 0)))",
         "return a // b",
         "tests/fuse/test_lookalikes.py::test_lookalike[attention: causal, halved towards 0]",
+    ),
+    Mutant(  # a comparison of what was rounded
+        "layers/fuse/constants.py",
+        "if name in _JUMPS and not exact or",
+        "if",
+        "tests/fuse/test_random_masks.py::test_constant[a comparison of what is near]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        "return self.unrounded and _is_normal(self.x)",
+        "return self.unrounded",
+        "tests/fuse/test_random_masks.py::test_constant[a comparison of what is subnormal]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        "return (y == 0).any() or least",
+        "return least",
+        "tests/fuse/test_random_masks.py::test_fault[integers divided by zero]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        "return Known(whole.astype(to)) if fits.all() else None",
+        "return Known(whole.astype(to))",
+        "tests/fuse/test_random_masks.py::test_fault[a negative number, cast to unsigned]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        "small = (np.abs(wide).sum(axes) <= _DIGITS[x.dtype]).all()",
+        "small = True",
+        "tests/fuse/test_random_masks.py::test_constant[a sum of 300 in bfloat16]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        "if along is None or (along.x.astype(np.float64) != np.arange(shape[dim])).any():",
+        "if along is None:",
+        "tests/fuse/test_random_masks.py::test_constant[iota that wraps]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        "if not (low.x <= high.x).all() or (given.x != given.x).any():",
+        "if False:",
+        "tests/fuse/test_random_masks.py::test_constant[bounds that are reversed]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        "same = (np.signbit(self.x) == np.signbit(first)).all()",
+        "pass",
+        "tests/fuse/test_random_masks.py::test_an_update_of_zeros_of_two_signs",
+    ),
+    Mutant(  # casts do not change numbers
+        "layers/fuse/indices.py",
+        "no, yes = result(two.no), result(two.yes)",
+        "no, yes = two.no, two.yes",
+        "tests/fuse/test_random_masks.py::test_fault[a half, cast to an integer]",
+    ),
+    Mutant(
+        "layers/fuse/indices.py",
+        "return found if limits.min <= low and high <= limits.max else None",
+        "return found",
+        "tests/fuse/test_random_masks.py::test_fault[integers that wrap]",
     ),
     Mutant(
         "layers/fuse/program.py",

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .program import ARITHMETIC, Equation, Program
+from .constants import ARITHMETIC
+from .program import Equation, Program
 
 Atom = tuple[str, Any]  # a function's name and the polynomial that it is of; ("g", None)
 Monomial = tuple[tuple[Atom, int], ...]  # atoms with their powers, in order

@@ -253,7 +253,7 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
         two, known = two_valued(g, bias), g.const(bias)
-        sizes = [n * factor for n in two[1:]] if two else []
+        sizes = [n * factor for n in two.numbers] if two else []
         if known is not None and known.size:  # each query's largest: a mask may be lower
             along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))
             sizes += [*np.max(np.asarray(known, np.float64) * factor, axis=along).reshape(-1)]

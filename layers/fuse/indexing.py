@@ -128,6 +128,9 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         if program.const(equation.ins[1]) is None:
             return None
         raise Left("its indices are not evenly spaced")
+    # The elements' dimensions are those of windows, and in order those of the indices. Each of the
+    # array's is read at `first` + `step` · (position along one of them): an index's column, or a
+    # window of `sizes[d]` in a row.
     outer = [i for i in range(len(elements)) if i not in windows]
     inner = [d for d in range(len(shape)) if d not in single and d not in n.operand_batching_dims]
     window = dict(zip(inner, map(int, windows), strict=True))
@@ -147,11 +150,13 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         if along:
             ((i, step),) = along.items()
             count, source = indices[i], outer[i]
-        last = first + step * (count - 1)
+        last = first + step * (count - 1)  # in between, an affine function is within bounds, too
         low, high = (first, last) if step > 0 else (last, first)
         if low < 0 or high >= shape[d]:
             raise Left("its indices are not within bounds")
         places.append((low, step, count, source))
+    # Different elements have different positions if each of their dimensions moves along one of
+    # the array's, and no other does.
     order = [source for _, _, count, source in places if source is not None and count != 1]
     others = [i for i in range(len(elements)) if i not in order]
     if len({*order}) < len(order) or any(elements[i] != 1 for i in others):
@@ -246,15 +251,15 @@ def written(
 ) -> tuple[Sequence[int], str, Callable[..., Array]]:
     """Returns what is read, what serves and what computes the result of a scatter."""
     base, _, update = equation.ins
-    one, number, sets = grids[equation], program.number(base), equation.name == "scatter"
+    one, number, sets = grids[equation], program.uniform(base), equation.name == "scatter"
     floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
     if sets and (writes := covering(program, equation, grids)):
         served = "concatenation" if one.partial and in_a_row(writes) else "stack and reshape"
         served = served if one.partial else "its update"
         return [w.update for w in writes], served, lambda *updates: joined(writes, *updates)
     combine, same = (lambda _, u: u, 0) if sets else COMBINED[equation.name[-3:]]
-    if number is not None and floats:
-        put = lambda u: one.padded(combine(lax.full_like(u, number), u), number)
+    if number is not None and number.exact and floats:  # the same bits
+        put = lambda u: one.padded(combine(lax.full_like(u, number.x), u), number.x)
         return [update], "pad", lambda u: put(one.placed(u))
     if sets and max(one.step, default=1) == 1:
         put = lambda x, u: lax.dynamic_update_slice(x, one.placed(u), one.first)

@@ -1,7 +1,7 @@
 """Integers of a program as affine functions of positions, and masks that compare such.
 
 Proved from the equations (iota, sums, comparisons), so that a causal mask of any length is never
-computed to be recognised.
+computed to be recognised. Each value's answer is kept in the program: asking is linear in its size.
 """
 
 import dataclasses
@@ -11,7 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .program import COMPARED, Program
+from .constants import COMPARED, Known, evaluated
+from .labels import expand, moved_back
+from .program import Program
+
+DEEPEST = 64
+"""How many equations, one after another, are followed."""
+
+_PASSED = "copy", "stop_gradient", "sharding_constraint", "pvary", "pcast"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,52 +44,60 @@ class Affine:
         )
 
 
-def affine(program: Program, v: int, depth: int = 24) -> Affine | None:
+def affine(program: Program, v: int, depth: int = DEEPEST) -> Affine | None:
     """Returns an array of integers as an affine function of its positions; None of others."""
+    key = affine, v
+    if key not in program.proved:
+        program.proved[key] = _affine(program, v, depth)
+    return program.proved[key]
+
+
+def _affine(program: Program, v: int, depth: int) -> Affine | None:
     aval, made = program.avals[v], program.maker.get(v)
     if not jnp.issubdtype(aval.dtype, jnp.integer) or depth == 0 or 0 in aval.shape:
         return None
-    if (number := program.number(v)) is not None:
-        return Affine((0,) * aval.ndim, int(number))
-    if made is None:
-        return _constant_affine(program, v)
-    found = _affine_of(program, made, aval, depth - 1)
+    if (number := program.uniform(v)) is not None:
+        return Affine((0,) * aval.ndim, int(number.x))
+    found = None if made is None else _affine_of(program, made, aval, depth - 1)
+    found = found or _constant_affine(program, v)
     if found is None:
-        return _constant_affine(program, v)
+        return None
+    # Each equation is of exact integers as long as none of its results wraps.
     low, high = found.extremes(aval.shape)
-    limits = np.iinfo(aval.dtype)
-    return found if limits.min <= low and high <= limits.max else None  # integers that wrap
+    limits = jnp.iinfo(aval.dtype)
+    return found if limits.min <= low and high <= limits.max else None
 
 
 def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | None:
+    """Returns an equation's result from its operands', as if integers had no end."""
     p, back = made.params, lambda i: affine(program, made.ins[i], depth)
     match made.name:
         case "iota":
             return Affine(tuple(int(d == p["dimension"]) for d in range(aval.ndim)), 0)
-        case "add" | "sub":
+        case "add" | "sub":  # operands have one shape, or are scalars
             a, b = (_widened(back(i), aval.ndim) for i in (0, 1))
             return a + b.times(1 if made.name == "add" else -1) if a and b else None
-        case "mul":
+        case "mul":  # by one number: a product of two positions is no function of this kind
             for i in (0, 1):
-                if (n := program.number(made.ins[i])) is not None and (a := back(1 - i)):
-                    return _widened(a.times(int(n)), aval.ndim)
+                if (n := program.uniform(made.ins[i])) is not None and (a := back(1 - i)):
+                    return _widened(a.times(int(n.x)), aval.ndim)
             return None
         case "neg":
             return a.times(-1) if (a := back(0)) else None
-        case "rev":
+        case "rev":  # position i of n is n - 1 - i
             if (a := back(0)) is None:
                 return None
             flipped = [(d, c) for d, c in enumerate(a.coefficients) if d in p["dimensions"]]
             turned = tuple(-c if d in p["dimensions"] else c for d, c in enumerate(a.coefficients))
             return Affine(turned, a.constant + sum(c * (aval.shape[d] - 1) for d, c in flipped))
-        case "convert_element_type" | "copy" | "stop_gradient" | "sharding_constraint":
+        case "convert_element_type":  # integers that do not fit wrap
             return back(0)
-        case "pvary" | "pcast":
+        case name if name in _PASSED:
             return back(0)
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
             given = program.avals[made.ins[0]].shape
             return _moved(made, a, given, aval) if (a := back(0)) else None
-        case "select_n" if len(made.ins) == 3:  # JAX wraps negative indices by a select
+        case "select_n" if len(made.ins) == 3:  # the mask is the same everywhere
             which = decided(program, made.ins[0], depth)
             return None if which is None else _widened(back(1 + which), aval.ndim)
     return None
@@ -96,10 +111,10 @@ def _widened(a: Affine | None, ndim: int) -> Affine | None:
 
 
 def _constant_affine(program: Program, v: int) -> Affine | None:
-    """Of an array that was computed outside: by looking at it."""
+    """Reads the function off a constant array; every element is compared with it."""
     x = program.const(v)
-    if x is None or x.size == 0:
-        return None
+    if x is None or x.size == 0 or max(int(x.max()), -int(x.min())) >= 1 << 62:
+        return None  # int64 would wrap
     first, steps = int(x.flat[0]), []
     for d in range(x.ndim):
         along = x[tuple(slice(0, 2) if e == d else 0 for e in range(x.ndim))]
@@ -121,36 +136,45 @@ class Region:
     above: tuple[Affine, ...] = ()
 
 
-def region(program: Program, v: int, depth: int = 24) -> Region | None:
+def region(program: Program, v: int, depth: int = DEEPEST) -> Region | None:
     """Returns where an array of booleans is true, as an intersection of half-spaces; else None."""
-    aval, made = program.avals[v], program.maker.get(v)
-    if aval.dtype != jnp.bool_ or depth == 0 or 0 in aval.shape:
-        return None
-    if (number := program.number(v)) is not None:
-        return Region() if number else Region((Affine((0,) * aval.ndim, -1),))
+    key = region, v
+    if key not in program.proved:
+        aval = program.avals[v]
+        known = aval.dtype == jnp.bool_ and depth > 0 and 0 not in aval.shape
+        program.proved[key] = _region(program, v, aval, depth - 1) if known else None
+    return program.proved[key]
+
+
+def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
+    everywhere = lambda true: Region() if true else Region((Affine((0,) * aval.ndim, -1),))
+    if (number := program.uniform(v)) is not None:
+        return everywhere(number.x)
+    made = program.maker.get(v)
     if made is None:
         return _constant_region(program, v)
-    back = lambda i: region(program, made.ins[i], depth - 1)
+    back = lambda i: region(program, made.ins[i], depth)
+    two = two_valued(program, v)
+    if two is not None and two.mask != v:  # it is another mask, or its complement, or a constant
+        no, yes = bool(two.no.x), bool(two.yes.x)
+        if no == yes:
+            return everywhere(yes)
+        found = region(program, two.mask, depth)
+        return found if yes or found is None else _complement(found)
     match made.name:
-        case "ge" | "gt" | "le" | "lt" | "eq":
-            a, b = (_widened(affine(program, v), aval.ndim) for v in made.ins)
+        case "ge" | "gt" | "le" | "lt" | "eq":  # integers: a > b is a >= b + 1
+            a, b = (_widened(affine(program, v, depth), aval.ndim) for v in made.ins)
             if a is None or b is None:
-                return _compared(program, made, depth - 1)
+                return None
             one = Affine((0,) * aval.ndim, -1 if made.name in ("gt", "lt") else 0)
             up, down = a + b.times(-1) + one, b + a.times(-1) + one
             return Region(
                 (up, down) if made.name == "eq" else (up,) if made.name[0] == "g" else (down,)
             )
-        case "and":
+        case "and":  # both intersections
             a, b = back(0), back(1)
             return Region((*a.above, *b.above)) if a and b else None
-        case "ne":
-            return _compared(program, made, depth - 1)
-        case "not":
-            return (a := back(0)) and _complement(a)
-        case "copy" | "stop_gradient" | "sharding_constraint" | "pvary" | "pcast":
-            return back(0)
-        case "select_n" if len(made.ins) == 3:  # jnp.tril of booleans
+        case "select_n" if len(made.ins) == 3:  # jnp.tril: with False on one side, an "and"
             which, no, yes = (
                 back(i) if program.avals[made.ins[i]].ndim == aval.ndim else None for i in range(3)
             )
@@ -161,14 +185,8 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
             if which and no and yes_number == 0 and len(which.above) == 1:
                 return Region((which.above[0].times(-1) + Affine((0,) * aval.ndim, -1), *no.above))
             return None
-        case "convert_element_type":
-            two = two_valued(program, made.ins[0])
-            if two is None or (two[1] != 0) == (two[2] != 0):
-                return None
-            found = region(program, two[0], depth - 1)
-            return found if two[2] or found is None else _complement(found)
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
-            a = back(0)
+            a = back(0)  # each half-space by itself
             given = program.avals[made.ins[0]].shape
             if a is None:
                 return None
@@ -177,8 +195,11 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
     return None
 
 
-def decided(program: Program, v: int, depth: int = 24) -> bool | None:
-    """Returns what a mask is everywhere, where that is proved; else None."""
+def decided(program: Program, v: int, depth: int = DEEPEST) -> bool | None:
+    """Returns what a mask is everywhere, where that is proved; else None.
+
+    An affine function has its least and its greatest value at corners of the array.
+    """
     found, shape = region(program, v, depth), program.avals[v].shape
     if found is None:
         return None
@@ -188,35 +209,74 @@ def decided(program: Program, v: int, depth: int = 24) -> bool | None:
     return False if any(high < 0 for _, high in extremes) else None
 
 
-def two_valued(program: Program, v: int, depth: int = 24) -> tuple[int, float, float] | None:
-    """(mask, the number where it is false, and where it is true) of numbers that a mask makes."""
-    made = program.maker.get(v)
-    if made is None or depth == 0 or not made.ins:
-        return None
-    if made.name == "convert_element_type":
-        if program.avals[made.ins[0]].dtype == jnp.bool_:
-            return made.ins[0], 0.0, 1.0
-        return two_valued(program, made.ins[0], depth - 1)
-    if made.name == "select_n" and len(made.ins) == 3:
-        no, yes = (program.number(u) for u in made.ins[1:])
-        same = program.avals[made.ins[0]].shape == program.avals[v].shape
-        if no is not None and yes is not None and same:
-            return made.ins[0], no, yes
-    return None
+@dataclasses.dataclass(frozen=True, eq=False)
+class Two:
+    """An array of two numbers: `yes` where a mask is true, and `no` elsewhere.
+
+    Attributes:
+      mask, dims: the booleans, and the labels of their dimensions.
+    """
+
+    mask: int
+    dims: Any
+    no: Known
+    yes: Known
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        return float(self.no.x), float(self.yes.x)
 
 
-def _compared(program: Program, made: Any, depth: int) -> Region | None:
-    """Of a comparison of numbers that a mask makes with one number."""
-    number = program.number(made.ins[1])
-    two = None if number is None else two_valued(program, made.ins[0])
-    if two is None or program.avals[two[0]].shape != program.avals[made.outs[0]].shape:
+def two_valued(program: Program, v: int, dims: Any = None, depth: int = DEEPEST) -> Two | None:
+    """Returns the mask and the numbers of an array that one mask makes; None of others.
+
+    It is followed through casts, comparisons and arithmetic with one number, which are applied to
+    both numbers in their dtypes. A mask itself has the numbers False and True.
+
+    Args:
+      dims: labels of the array's dimensions, to follow it to a mask of other dimensions.
+    """
+    made, aval = program.maker.get(v), program.avals[v]
+    if dims is not None:
+        dims = tuple(expand(d) if n != 1 else () for d, n in zip(dims, aval.shape, strict=True))
+    found = _two_of(program, made, aval, dims, depth - 1) if made and depth else None
+    if found is None and aval.dtype == jnp.bool_:
+        return Two(v, dims, *_BOOLEANS)
+    return found
+
+
+_BOOLEANS = Known(np.asarray(False)), Known(np.asarray(True))
+_OF_ONE = frozenset("add convert_element_type div max min mul not select_n sub".split()) | {
+    *COMPARED
+}
+
+
+def _two_of(program: Program, made: Any, aval: Any, dims: Any, depth: int) -> Two | None:
+    numbers = [program.uniform(u) for u in made.ins]
+    varying = [i for i, number in enumerate(numbers) if number is None]
+    if len(varying) != 1:
         return None
-    no, yes = (COMPARED[made.name](x, number) for x in two[1:])
-    found = region(program, two[0], depth) if no != yes else None
-    return found if yes or found is None else _complement(found)
+    (i,) = varying
+    given = program.avals[made.ins[i]]
+    computes = made.name in _OF_ONE
+    if computes or made.name in _PASSED:
+        if given.shape != aval.shape:
+            return None
+    elif dims is None or (dims := moved_back(made, dims, given.shape, aval.shape)) is None:
+        return None
+    two = two_valued(program, made.ins[i], dims, depth)
+    if two is None or not computes:
+        return two
+
+    def result(x: Known) -> Known | None:
+        return evaluated(made.name, made.params, aval, [*numbers[:i], x, *numbers[i + 1 :]])
+
+    no, yes = result(two.no), result(two.yes)
+    return Two(two.mask, two.dims, no, yes) if no is not None and yes is not None else None
 
 
 def _complement(found: Region) -> Region | None:
+    """Returns where one half-space is not: a >= 0 is false where -a - 1 >= 0, for integers."""
     if len(found.above) != 1:
         return None
     (one,) = found.above
@@ -224,7 +284,7 @@ def _complement(found: Region) -> Region | None:
 
 
 def _constant_region(program: Program, v: int) -> Region | None:
-    """Of an array that was computed outside: where it is a band along two dimensions."""
+    """Reads a band along two dimensions off a constant array, and compares all of it."""
     x = program.const(v)
     if x is None or x.dtype != np.bool_:
         return None
@@ -248,6 +308,7 @@ def _constant_region(program: Program, v: int) -> Region | None:
 
 
 def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | None:
+    """Returns the function of an array laid out anew; None where a reshape mixes dimensions."""
     p = made.params
     match made.name:
         case "transpose":
@@ -257,11 +318,11 @@ def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | No
             for i, d in enumerate(map(int, p["broadcast_dimensions"])):
                 out[d] = a.coefficients[i] if given[i] != 1 else 0
             return Affine(tuple(out), a.constant)
-        case "slice":
+        case "slice":  # position i is the operand's first + i · stride
             steps = p["strides"] or (1,) * aval.ndim
             first = sum(c * s for c, s in zip(a.coefficients, p["start_indices"]))
             return Affine(tuple(c * s for c, s in zip(a.coefficients, steps)), a.constant + first)
-        case _:
+        case _:  # dimensions of size 1 come and go
             if [n for n in given if n != 1] != [n for n in aval.shape if n != 1]:
                 return None
             if p.get("dimensions") is not None and made.name == "reshape":

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from ..cross_entropy import linear_cross_entropy
+from .constants import ARITHMETIC
 from .labels import Dims, arrange, atoms, expand, size
 from .products import unfit
-from .program import ARITHMETIC, Left, Program, Site
+from .program import Left, Program, Site
 from .scores import Form, Operands, ScoreForms, Weight
 
 SMALLEST = 1024

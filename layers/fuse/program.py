@@ -8,8 +8,6 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
-import math
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,9 +21,8 @@ from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImp
 from ...native import jax_private
 from ...native.jaxpr import JIT, REMAT, bodies, line_of, name_of, params_of, results_of
 from ..dense.matmul import shared
+from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
 
-ARITHMETIC = 2.0**-48
-"""Relative rounding of what rules compute from constants, in float64; no tolerance on these."""
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
 
 
@@ -189,6 +186,7 @@ class Program:
         self.shadowing: set[Equation] = set()
         self._consts: dict[int, Any] = {}
         self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
+        self.proved: dict[Any, Any] = {}  # answers of `indices` about values
         self._same: dict[Any, Any] = {}
         self.inputs = [self._new(v.aval) for v in jaxpr.invars]
         self.origins = {v: o for v, o in zip(self.inputs, origins) if o is not None}
@@ -216,7 +214,7 @@ class Program:
             v = self._same[key] = self._new(aval)
             self.given[v] = x
             if not traced and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-                self._consts[v] = lambda: np.asarray(x, aval.dtype)
+                self._consts[v] = lambda: known(np.asarray(x, aval.dtype))
         return self._same[key]
 
     def _add(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[int], scope: Any) -> list[int]:
@@ -242,10 +240,10 @@ class Program:
         if name == "select_n" and len(ins) == 3:  # of a constant, as in jnp.var
             which = self.number(ins[0])
             if (
-                which is not None
-                and self.avals[ins[1 + int(which)]].shape == eqn.outvars[0].aval.shape
+                which in (0, 1)
+                and self.avals[ins[1 + bool(which)]].shape == eqn.outvars[0].aval.shape
             ):
-                return [ins[1 + int(which)]]
+                return [ins[1 + bool(which)]]
         if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
         operands, ins = ins, self._broadcast(eqn, name, ins, scope)
@@ -268,19 +266,19 @@ class Program:
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
         if len(equation.outs) == 1 and ins:
-            if all(self.number(v) is not None for v in ins):
+            if all(self.uniform(v) is not None for v in ins):
                 if (x := self._uniform_of(equation)) is not None:
                     self._uniform[equation.outs[0]] = x
-            if name in _COMPUTED and all(v in self._consts for v in ins):
+            if name in RULES and all(v in self._consts for v in ins):
                 self._consts[equation.outs[0]] = lambda: self._compute(equation)
-        elif name in _COMPUTED:
+        elif name in RULES:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
         if name not in _WITH_BODIES:
             return equation.outs
         for key, place, closed, kept in inner_programs(eqn, ins):
             constant = [k and v in self._consts for v, k in kept]
             known = [
-                functools.partial(self.const, v) if c else None for c, (v, _) in zip(constant, kept)
+                functools.partial(self.known, v) if c else None for c, (v, _) in zip(constant, kept)
             ]
             origins = [self.origin(v) for v, _ in kept]
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
@@ -331,20 +329,14 @@ class Program:
 
     # ---------------------------------------------------------------- constants
 
-    def _compute(self, equation: Equation) -> Any:
-        out = self.avals[equation.outs[0]]
-        if out.size > LARGEST_CONSTANT:
-            return None
-        operands = [self.const(v) for v in equation.ins]
+    def _compute(self, equation: Equation) -> Known | None:
+        out, operands = self.avals[equation.outs[0]], [self.known(v) for v in equation.ins]
         if any(x is None for x in operands):
             return None
-        with np.errstate(all="ignore"):
-            return np.asarray(_COMPUTED[equation.name](equation.params, *operands)).astype(
-                out.dtype
-            )
+        return evaluated(equation.name, equation.params, out, operands)
 
-    def const(self, v: int) -> Any:
-        """A value that depends on constants alone, as a NumPy array; None for others."""
+    def known(self, v: int) -> Known | None:
+        """A value that depends on constants alone, in its dtype; None for others."""
         x = self._consts.get(v)
         if callable(x):
             try:
@@ -354,49 +346,43 @@ class Program:
             self._consts[v] = x
         return x
 
-    def number(self, v: int) -> float | None:
-        """The number that all elements of a constant are; None for others."""
-        if v not in self._uniform and v in self.given and v in self._consts:
-            x = self.const(v)  # an array from outside
-            if x is not None and x.size and _is_real(x.dtype) and (x == x.flat[0]).all():
-                self._uniform[v] = x.reshape(-1)[0]
-            else:
-                self._uniform[v] = None
-        x = self._uniform.get(v)
-        return None if x is None else float(x)
+    def const(self, v: int) -> Any:
+        """A value that depends on constants alone, as a NumPy array; None for others."""
+        found = self.known(v)
+        return None if found is None else found.x
 
     def slack(self, v: int) -> float:
-        """Returns the relative distance to a constant of the real numbers that it stands for.
-
-        Those are the numbers that the narrowest dtype on its way rounds to it: within half a unit
-        in the last place of 16 bits, and within two units of more, which functions such as rsqrt
-        reach.
-        """
+        """Returns the relative distance to a constant of the real numbers that it stands for: those
+        that the narrowest dtype on its way rounds to it."""
         dtypes = [self.avals[v].dtype]
-        while (made := self.maker.get(v)) is not None and made.name in _SAME_ELEMENTS:
+        while (made := self.maker.get(v)) is not None and made.name in SAME_ELEMENTS:
             v = made.ins[0]
             dtypes.append(self.avals[v].dtype)
         x = self.number(v)
-        return max(_slack(x, dtype) for dtype in dtypes) if x else 0.0
+        return max(slack(x, dtype) for dtype in dtypes) if x else 0.0
 
-    def _uniform_of(self, equation: Equation) -> Any:
+    def uniform(self, v: int) -> Known | None:
+        """The number that all elements of a constant are, in its dtype; None for others."""
+        if v not in self._uniform and v in self.given and v in self._consts:
+            x = self.known(v)  # an array from outside
+            self._uniform[v] = None if x is None else x.uniform
+        return self._uniform.get(v)
+
+    def number(self, v: int) -> float | None:
+        """The number that all elements of a constant are; None for others, and where no float is
+        that number."""
+        found = self.uniform(v)
+        x = None if found is None else float(found.x)
+        return x if found is not None and x == found.x.item() else None
+
+    def _uniform_of(self, equation: Equation) -> Known | None:
         """The number that all elements of a result are, where the operands are such; else None."""
         out = self.avals[equation.outs[0]]
-        if not _is_real(out.dtype) or not out.size:
+        if not out.size:
             return None
         operands = [self._uniform.get(v) for v in equation.ins]
-        name, p = equation.name, equation.params
-        if name in _SAME_ELEMENTS:
-            x = operands[0]
-        elif name in _REDUCED:
-            x, count = operands[0], self.avals[equation.ins[0]].size // max(out.size, 1)
-            x = x * np.asarray(count, out.dtype) if name == "reduce_sum" else x
-        elif name in ELEMENTWISE or name == "integer_pow":
-            with np.errstate(all="ignore"):
-                x = _COMPUTED[name](p, *operands)
-        else:
-            return None
-        return np.asarray(x).astype(out.dtype)
+        shape = self.avals[equation.ins[0]].shape
+        return uniform(equation.name, equation.params, out, operands, shape)
 
     def made(self, v: int) -> tuple[Any, str]:
         """Returns the equation that makes a value, and its name; (None, "") of operands."""
@@ -713,110 +699,3 @@ def _united(sets: Sequence[frozenset[Any]]) -> frozenset[Any]:
         if one is not largest and not one <= largest:
             largest = largest | one
     return largest
-
-
-def _slack(x: float, dtype: Any) -> float:
-    if not jnp.issubdtype(dtype, jnp.floating) or not math.isfinite(x):
-        return 0.0
-    mantissa, exponent = math.frexp(abs(x))
-    unit = 2.0 ** (exponent - 1 - _mantissa_bits(dtype)) / abs(x)
-    if dtype.itemsize > 2:
-        return 2 * unit
-    return unit / 4 if mantissa == 0.5 else unit / 2  # a power of two has closer numbers below
-
-
-@functools.cache
-def _mantissa_bits(dtype: Any) -> int:
-    return jnp.finfo(dtype).nmant
-
-
-def _is_real(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
-
-
-# ---------------------------------------------------------------- constants, by NumPy
-
-
-def _placed(n: int, sizes: Mapping[int, int]) -> list[int]:
-    return [sizes.get(i, 1) for i in range(n)]
-
-
-def _iota(p: Any) -> Any:
-    shape, dim = p["shape"], p["dimension"]
-    return np.broadcast_to(np.arange(shape[dim]).reshape(_placed(len(shape), {dim: -1})), shape)
-
-
-def _broadcast(p: Any, x: Any) -> Any:
-    shape = p["shape"]
-    sizes = dict(zip(map(int, p["broadcast_dimensions"]), x.shape))
-    return np.broadcast_to(x.reshape(_placed(len(shape), sizes)), shape)
-
-
-def _slice(p: Any, x: Any) -> Any:
-    strides = p["strides"] or [1] * x.ndim
-    return x[tuple(map(slice, p["start_indices"], p["limit_indices"], strides))]
-
-
-def _reshape(p: Any, x: Any) -> Any:
-    return (x if p["dimensions"] is None else x.transpose(p["dimensions"])).reshape(p["new_sizes"])
-
-
-COMPARED = {name: getattr(operator, name) for name in "eq ge gt le lt ne".split()}
-# NumPy's functions of elements by JAX's names.
-ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    name: getattr(np, name) for name in "abs add exp floor log sign sqrt square".split()
-}
-ELEMENTWISE |= COMPARED | {
-    "and": np.bitwise_and,
-    "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else _int_div(a, b),
-    "is_finite": np.isfinite,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "not": np.invert,
-    "or": np.bitwise_or,
-    "pow": np.power,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
-    "sub": np.subtract,
-    "xor": np.bitwise_xor,
-}
-_REDUCTIONS = {
-    "reduce_and": np.bitwise_and.reduce,
-    "reduce_max": np.max,
-    "reduce_min": np.min,
-    "reduce_or": np.bitwise_or.reduce,
-    "reduce_prod": np.prod,
-    "reduce_sum": np.sum,
-}
-_elementwise = lambda f: lambda p, *x: f(*x)
-_reduction = lambda f: lambda p, x: f(x, axis=tuple(map(int, p["axes"])))
-_COMPUTED: dict[str, Callable[..., Any]] = {
-    "broadcast_in_dim": _broadcast,
-    "clamp": lambda p, low, x, high: np.minimum(np.maximum(x, low), high),
-    "concatenate": lambda p, *x: np.concatenate(x, p["dimension"]),
-    "convert_element_type": lambda p, x: x.astype(p["new_dtype"]),
-    "expand_dims": lambda p, x: np.expand_dims(x, p["dimensions"]),
-    "integer_pow": lambda p, x: x ** p["y"],
-    "iota": _iota,
-    "reshape": _reshape,
-    "slice": _slice,
-    "squeeze": lambda p, x: np.squeeze(x, tuple(p["dimensions"])),
-    "transpose": lambda p, x: x.transpose(p["permutation"]),
-}
-_COMPUTED |= {name: _elementwise(f) for name, f in ELEMENTWISE.items()}
-_COMPUTED |= {name: _reduction(f) for name, f in _REDUCTIONS.items()}
-_COMPUTED |= dict.fromkeys("copy pcast pvary stop_gradient".split(), lambda p, x: x)
-_SAME_ELEMENTS = frozenset(
-    "broadcast_in_dim convert_element_type copy expand_dims pcast pvary reshape slice squeeze "
-    "stop_gradient transpose".split()
-)
-_REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or".split())
-
-
-def _int_div(a: Any, b: Any) -> Any:
-    """Integer division as XLA has it: towards zero."""
-    if np.any(b == 0):
-        raise Left("an integer is divided by zero")
-    return (np.abs(a) // np.abs(b)) * np.sign(a) * np.sign(b)

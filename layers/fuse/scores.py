@@ -20,7 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .indices import affine
+from .constants import ARITHMETIC
+from .indices import affine, two_valued
 from .labels import (
     Dims,
     Label,
@@ -33,7 +34,7 @@ from .labels import (
     moved_back,
     size,
 )
-from .program import ARITHMETIC, COMPARED, ELEMENTWISE, Equation, Left, Program, Site, at_ends
+from .program import Equation, Left, Program, Site, at_ends
 
 SCORES = "scores"
 
@@ -407,9 +408,9 @@ def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
         pred, dims = _booleans(g, other, form)
         if pred and (hot := _one_hot(g, form, pred, dims)) is not None:
             return hot
-        if (two := _two_valued(g, other, form.dims)) is not None:  # smoothed labels
-            hot = _one_hot(g, form, *two[:2])
-            return hot and replace(hot, hot=(*hot.hot[:2], *two[2:]))
+        if (two := two_valued(g.program, other, form.dims)) is not None:  # smoothed labels
+            hot = _one_hot(g, form, two.mask, two.dims)
+            return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
     elif form.hot or form.is_loss:
         return _weighted(g, form, other)
     made = g.program.maker.get(other)
@@ -423,11 +424,9 @@ def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
 
 def _booleans(g: ScoreForms, v: int, form: Form) -> Any:
     """(mask, labels) of an array that is 1 where a mask is true and 0 elsewhere; else None."""
-    pred, dims, *_ = g.peel(v, form.dims)
-    made = g.program.maker.get(pred)
-    if made is not None and made.name == "convert_element_type":
-        pred = made.ins[0]
-    return (pred, dims) if g.program.avals[pred].dtype == jnp.bool_ else (None, None)
+    two = two_valued(g.program, v, form.dims)
+    one = two is not None and two.numbers == (0, 1) and two.no.exact and two.yes.exact
+    return (two.mask, two.dims) if one else (None, None)
 
 
 def _fits(g: ScoreForms, v: int, form: Form) -> bool:
@@ -468,50 +467,14 @@ def _biased(g: ScoreForms, form: Form, other: int, sign: float) -> Form | None:
 
 def _added(g: ScoreForms, form: Form, other: int, dims: Dims, sign: float) -> Form | None:
     """scores + an array with these labels."""
-    if (two := _two_valued(g, other, dims)) is not None:
-        pred, at, no, yes = two
-        no, yes = no * sign, yes * sign
+    if (two := two_valued(g.program, other, dims)) is not None:
+        no, yes = (sign * x for x in two.numbers)
         if max(no, yes) == 0 and min(no, yes) < 0:
-            return _masked(g, form, pred, at, yes == 0, min(no, yes), added=True)
+            return _masked(g, form, two.mask, two.dims, yes == 0, min(no, yes), added=True)
     v, dims, factor, _ = g.peel(other, dims, scale=True)
     masks = tuple(replace(m, changed=True) for m in form.base.masks)
     biases = (*form.base.biases, (v, dims, factor * sign))
     return replace(form, base=replace(form.base, biases=biases, masks=masks))
-
-
-def _two_valued(g: ScoreForms, v: int, dims: Dims) -> Any:
-    """(mask, its labels, the number where it is false, and where it is true) of an array of two
-    numbers; None of others."""
-    v, dims, *_ = g.peel(v, dims)
-    made = g.program.maker.get(v)
-    if made is None:
-        return None
-    if made.name == "convert_element_type" and g.program.avals[made.ins[0]].dtype == jnp.bool_:
-        return made.ins[0], dims, 0.0, 1.0
-    numbers = [g.program.number(x) for x in made.ins]
-    if made.name == "select_n" and len(made.ins) == 3 and None not in numbers[1:]:
-        if g.program.avals[made.ins[0]].dtype != jnp.bool_:
-            return None
-        return made.ins[0], dims, *numbers[1:]
-    if made.name in _ARITHMETIC and len(numbers) == 2 and numbers.count(None) == 1:
-        i = numbers.index(None)
-        if g.program.avals[made.ins[i]].shape != g.program.avals[v].shape:
-            return None
-        inner = _two_valued(g, made.ins[i], dims)
-        if inner is None:
-            return None
-        dtype = g.program.avals[v].dtype
-
-        def compute(x: float) -> float:
-            pair = [np.asarray(x if j == i else n, dtype) for j, n in enumerate(numbers)]
-            with np.errstate(all="ignore"):
-                return float(_ARITHMETIC[made.name](*pair).astype(dtype))
-
-        return *inner[:2], *map(compute, inner[2:])
-    return None
-
-
-_ARITHMETIC = {name: ELEMENTWISE[name] for name in "add div max min mul sub".split()}
 
 
 def _masked(
@@ -534,18 +497,16 @@ def _masked(
     if not set(atoms(dims)) <= set(atoms(form.dims)):
         return None
     again = functools.partial(_masked, g, fill=fill, added=added, zero=zero)
+    two = two_valued(g.program, v, dims)
+    if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
+        return again(form, two.mask, two.dims, yes == keep)
     made, name = g.program.made(v)
-    if name == "not":
-        return again(form, made.ins[0], dims, not keep)
     whole = lambda u: g.program.avals[u].shape == g.program.avals[v].shape
     if name == ("and" if keep else "or") and all(map(whole, made.ins)):
         # Each part by itself: one of them may be constant. A row's fill is the same for all.
         if not added:
             first = again(form, made.ins[0], dims, keep)
             return first and again(first, made.ins[1], dims, keep)
-    if name in COMPARED:
-        if (inner := _compared(g, made, dims)) is not None:
-            return again(form, inner[0], inner[1], inner[2] == keep)
     mask, masks = Mask(v, dims, keep, fill, added, zero), form.base.masks
     if mask in masks:
         return form
@@ -556,18 +517,6 @@ def _masked(
             if m.added or m.fill > -math.inf or (m.value, m.dims, m.keep) != (v, dims, keep)
         )
     return replace(form, base=replace(form.base, masks=(*masks, mask)))
-
-
-def _compared(g: ScoreForms, made: Equation, dims: Dims) -> Any:
-    """(mask, labels, what it is where this is true) of a comparison of two numbers with one."""
-    number, other = g.program.number(made.ins[1]), made.ins[0]
-    if number is None or g.program.avals[other].shape != g.program.avals[made.outs[0]].shape:
-        return None
-    two = _two_valued(g, other, dims)
-    if two is None:
-        return None
-    no, yes = (COMPARED[made.name](x, number) for x in two[2:])
-    return (*two[:2], yes) if no != yes else None
 
 
 def _one_hot(g: ScoreForms, form: Form, pred: int, dims: Dims) -> Form | None:

@@ -1,0 +1,304 @@
+"""Expressions of integers, masks and casts: what is proved of them is what XLA computes.
+
+Random programs (`random_masks.py`), programs that were wrong once, and what is proved at all.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fuse import random_masks
+from jax import lax
+
+from normfuse.layers.fuse import constants, indices
+from normfuse.layers.fuse.program import Program
+
+EACH = 12  # programs, of a dozen expressions each
+
+
+@pytest.mark.parametrize("first", [0, EACH, 2 * EACH])
+def test_random_expressions(first):
+    failed, counts = random_masks.run(range(first, first + EACH), uses=6)
+    assert not failed
+    assert counts["expressions"] > 8 * EACH
+    assert counts["constants"] > 3 * EACH and counts["affine"] > EACH and counts["regions"] > 6
+
+
+BEHIND = "jnp.arange(T)[:, None] >= jnp.arange(T)[None]"
+FAULTS = {  # lines of a program; the last mask, indices and floats are used, too
+    "a half, cast to an integer": [
+        BEHIND,
+        'jnp.where(v0, 0.5, 0.0).astype("int32")',
+        'v1.astype("bool")',
+        "v1 > 0",
+    ],
+    "halves of a mask": [
+        'np.tri(T, dtype="float32") * 0.5',
+        "jnp.where(b, 1.5, 0.5)",
+        'v1.astype("uint8").astype("bool")',
+    ],
+    "a negative number, cast to unsigned": [
+        BEHIND,
+        'jnp.where(v0, 1.0, -1.0).astype("float32")',
+        'v1.astype("uint8")',
+        'jnp.full((T, T), -1.5, "float32").astype("uint32")',
+        "v2 > 0",
+        "v3 > 0",
+    ],
+    "a float out of an integer's range": [
+        'np.array([1e9, 300.0, -300.0, np.nan, np.inf]).astype("float32")',
+        'v0.astype("int8")',
+        'jnp.full((T, T), np.inf, "float32").astype("int32")',
+        "v2 > 0",
+    ],
+    "integers divided by zero": [
+        "lax.div(jnp.full((T,), 7), jnp.full((T,), 0))",
+        "lax.div(jnp.arange(T), np.arange(T))",
+        "lax.div(jnp.arange(T), jnp.zeros_like(v0))",
+        "v1[:, None] >= v2",
+    ],
+    "the least integer, divided": [
+        'lax.div(jnp.full((T,), -128, "int8"), np.full(T, 2, "int8"))',
+        'lax.div(jnp.full((T,), -128, "int8"), np.full(T, -1, "int8"))',
+        'lax.abs(jnp.full((T,), -128, "int8"))',
+        "v0[:, None] > v2",
+    ],
+    "negative numbers, divided": [
+        "lax.div(jnp.arange(T) - 3, jnp.full((T,), 2))",
+        "v0 + 1",
+        "lax.div(np.array([-3, 3, -4, 4, -5]), np.array([2, -2, 2, -2, -5]))",
+    ],
+    "300 ones, summed in int8": [
+        'jnp.sum(jnp.ones(LONG, "int8"), dtype="int8")',
+        'jnp.sum(jnp.arange(LONG, dtype="uint8"), dtype="uint8")',
+        'jnp.prod(jnp.full(T, 100, "int8"), dtype="int8")',
+    ],
+    "integers that wrap": [
+        'jnp.arange(T, dtype="int8") + np.int8(125)',
+        "v0 - np.int8(3)",
+        'jnp.arange(T, dtype="uint8") - np.uint8(1)',
+        "lax.neg(v2) * v2",
+        "v0[:, None] >= v1",
+        "v2 >= v3[:, None]",
+    ],
+    "positions that wrap": [
+        'lax.iota("int8", LONG)',
+        "v0[T:]",
+        'jnp.arange(LONG).astype("uint8")',
+        "v2[:, None][:T] >= v2[:T]",
+    ],
+    "positions that bfloat16 has not": [
+        'lax.iota("bfloat16", LONG)',
+        "lax.eq(v0[255:260], v0[256:261])",
+        'jnp.arange(LONG, dtype="int32").astype("bfloat16")',
+        "v2[1:] > v2[:-1]",
+        'v2.astype("int32")',
+    ],
+    "numbers of rounded bfloat16": [
+        'np.arange(T).astype("bfloat16") * np.array(0.1).astype("bfloat16")',
+        'v0 == v0.astype("float32").astype("bfloat16")',
+        "jnp.floor(v0 * np.array(10).astype(v0.dtype))",
+        'jnp.sum(jnp.ones(LONG, "bfloat16") * 1.5, dtype="bfloat16")',
+        "v3 > 400",
+    ],
+    "subnormal numbers": [
+        'jnp.full((T, T), 1e-40, "float32")',
+        "v0 > 0",
+        'v0.astype("bool")',
+        'np.full((T, T), 1e-40, "float32") != 0',
+    ],
+    "what is no number": [
+        'jnp.full((T, T), np.nan, "float32")',
+        "lax.max(v0, jnp.zeros_like(v0))",
+        "jnp.equal(v0, v0)",
+        "jnp.less(v0, v1)",
+        "lax.clamp(np.float32(0), v0, np.float32(1))",
+        'v0.astype("bool")',
+        "jnp.max(v0, 0)",
+    ],
+    "clamped between reversed bounds": [
+        "lax.clamp(3, jnp.arange(T), 1)",
+        "lax.clamp(jnp.full((T,), 3), jnp.arange(T), jnp.full((T,), 1))",
+    ],
+    "integers that float64 has not": [
+        "jnp.full((T,), 2**53 + 1)",
+        "v0 + 1 - 2**53",
+        'np.full(T, 2**63 + 5, "uint64")',
+        "v2 >= v2[0]",
+        "jnp.arange(T) * (2**62 + 1)",
+    ],
+    "four bits": [
+        'jnp.arange(T).astype("int4")',
+        'v0 + np.array(7).astype("int4")',
+        'v1.astype("int32") > 0',
+        'jnp.arange(LONG).astype("uint4")',
+        'lax.iota("int4", T)',
+    ],
+    "the complement of an integer": [
+        f"({BEHIND}).astype('int32')",
+        "lax.bitwise_not(v0)",
+        'v1.astype("bool")',
+        "(v1 & 1) == 0",
+    ],
+    "signed and unsigned": [
+        'jnp.arange(T, dtype="uint32")',
+        'v0 - v0.astype("int8").astype("uint32") - np.uint32(1)',
+        "v1[:, None] >= v0",
+        'v1.astype("int32") >= 0',
+    ],
+    "positions from the first": [
+        "jnp.arange(T)[None]",
+        "v0 - v0[:, :1]",
+        "v0[:, -1:] - v0",
+        "jnp.arange(T) + jnp.arange(T)[1:2] - 1",
+        "v1.reshape(T)[:, None] >= v1",
+        "jnp.arange(T)[:, None] >= jnp.arange(T)[2:3]",
+    ],
+    "a number that a cast overflows": [
+        'jnp.where(b, 0.0, -1e9).astype("float16")',
+        "v0 == -np.inf",
+        "v0 < -60000",
+    ],
+    "numbers that are no bit": [
+        "jnp.where(b, np.array(5).astype('int32'), np.array(2).astype('int32'))",
+        'v0.astype("bool")',
+        "(v0 & 1).astype('bool')",
+        "lax.sign(v0) > 0",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name):
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        w, counts = random_masks.Writer.of(FAULTS[name]), collections.Counter()
+        assert not random_masks.check(w, counts, whole=True)
+        assert not random_masks.check_uses(w, counts)
+    assert counts["values"] >= len(FAULTS[name]) and counts["compiled as a whole"] == 1
+
+
+EXACT, NEAR, UNKNOWN = "exact", "near", "unknown"
+ONES = np.ones((2, 3), np.float32)
+CONSTANTS = {  # a function of nothing, and what is known of its result
+    "iota": (lambda: lax.iota(np.int8, 128), EXACT),
+    "iota that wraps": (lambda: lax.iota(np.int8, 129), UNKNOWN),
+    "iota, rounded": (lambda: lax.iota(jnp.bfloat16, 258), UNKNOWN),
+    "a product that wraps": (lambda: lax.iota(np.uint8, 9) * np.uint8(100), EXACT),
+    "integers by 0": (lambda: lax.div(lax.iota(np.int32, 3), lax.iota(np.int32, 3)), UNKNOWN),
+    "integers by -1": (lambda: lax.div(lax.iota(np.int32, 3), np.full(3, -1, np.int32)), EXACT),
+    "the least by -1": (lambda: lax.div(*np.array([[-128], [-1]], np.int8)), UNKNOWN),
+    "the least of abs": (lambda: lax.abs(np.full(2, -128, np.int8)), UNKNOWN),
+    "a float by 0": (lambda: lax.div(ONES, np.zeros_like(ONES)), UNKNOWN),
+    "a quotient by 4": (lambda: lax.div(ONES, np.full_like(ONES, 4)), EXACT),
+    "a quotient by 3": (lambda: lax.div(ONES, np.full_like(ONES, 3)), NEAR),
+    "a product": (lambda: lax.mul(ONES, np.full_like(ONES, 0.1)), EXACT),
+    "a rounded product": (lambda: lax.mul(ONES * 3, np.full_like(ONES, 0.1)), NEAR),
+    "a rounded sum": (lambda: lax.add(ONES, np.full_like(ONES, 1e-9)), NEAR),
+    "a comparison": (lambda: lax.gt(ONES, np.full_like(ONES, 0.1)), EXACT),
+    "a comparison of what is near": (lambda: lax.gt(lax.exp(ONES), ONES), UNKNOWN),
+    "a comparison of what is subnormal": (lambda: lax.gt(ONES * 1e-40, 0 * ONES), UNKNOWN),
+    "a root": (lambda: lax.sqrt(ONES), NEAR),
+    "the greater of NaN": (lambda: lax.max(ONES, np.full_like(ONES, np.nan)), UNKNOWN),
+    "a comparison with NaN": (lambda: lax.lt(ONES, np.full_like(ONES, np.nan)), EXACT),
+    "an integer of a half": (lambda: lax.convert_element_type(ONES * 0.5, np.int32), EXACT),
+    "an integer of what is too large": (
+        lambda: lax.convert_element_type(lax.mul(ONES, 128 * ONES), np.int8),
+        UNKNOWN,
+    ),
+    "an integer of what is near": (lambda: lax.convert_element_type(lax.exp(ONES), int), UNKNOWN),
+    "unsigned of -1": (lambda: lax.convert_element_type(lax.neg(ONES), np.uint8), UNKNOWN),
+    "unsigned of a negative integer": (
+        lambda: lax.convert_element_type(lax.neg(lax.iota(np.int32, 3)), np.uint8),
+        EXACT,
+    ),
+    "a bfloat16 of 257": (
+        lambda: lax.convert_element_type(lax.iota(np.int32, 258), jnp.bfloat16),
+        NEAR,
+    ),
+    "bounds that are reversed": (lambda: lax.clamp(3, lax.iota(np.int32, 4), 1), UNKNOWN),
+    "a sum of integers that wraps": (
+        lambda: lax.reduce(np.ones(300, np.int8), np.int8(0), lax.add, (0,)),
+        EXACT,
+    ),
+    "a sum of 256 in bfloat16": (
+        lambda: lax.reduce(jnp.ones(256, jnp.bfloat16), np.array(0, jnp.bfloat16), lax.add, (0,)),
+        EXACT,
+    ),
+    "a sum of 300 in bfloat16": (
+        lambda: lax.reduce(jnp.ones(300, jnp.bfloat16), np.array(0, jnp.bfloat16), lax.add, (0,)),
+        UNKNOWN,
+    ),
+    "a sum of what is no integer": (lambda: jnp.sum(ONES * 0.1 + ONES), UNKNOWN),
+    "the largest of nothing": (lambda: jnp.max(jnp.zeros((0, 2)), 0, initial=-1.0), UNKNOWN),
+    "four bits": (lambda: lax.convert_element_type(ONES, jnp.int4), UNKNOWN),
+    "a sum that no rule has": (lambda: lax.cumsum(lax.iota(np.int32, 3)), UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constant(name):
+    function, want = CONSTANTS[name]
+    with np.errstate(all="ignore"):
+        closed = jax.make_jaxpr(function)()
+        program = Program(closed)
+        value = np.asarray(jax.jit(function)())
+    (v,) = program.results
+    found = program.known(v)
+    assert want == (UNKNOWN if found is None else EXACT if found.exact else NEAR)
+    if found is not None:
+        assert random_masks.near(found.x, found.exact, value)
+        if (number := program.uniform(v)) is not None:
+            assert random_masks.near(np.broadcast_to(number.x, value.shape), found.exact, value)
+
+
+def test_zeros_of_two_signs_are_no_number():
+    x = np.array([0.0, -0.0, 0.0], np.float32)
+    assert constants.known(x).uniform is None
+    assert constants.known(x[:1]).uniform.x == 0 and constants.known(x[:1] * 0).uniform.exact
+
+
+def test_an_update_of_zeros_of_two_signs():
+    """It is no pad of a number, which would lose the signs."""
+    base = np.array([0.0, -0.0, -0.0, 0.0], np.float32)
+    function = lambda u: jnp.asarray(base).at[::2].set(u)
+    u = jnp.ones(2)
+    fused = random_masks.fuse_cases.Fused(function)
+    np.testing.assert_array_equal(np.signbit(fused(u)), np.signbit(function(u)))
+
+
+def test_proofs_are_linear_in_a_program():
+    """Each value is asked about once, though 40 sums of a value with itself have 2**40 paths."""
+    visited = collections.Counter()
+
+    def function(x, m):
+        for _ in range(40):
+            m = m & (x >= x.T)
+            x = lax.select(m, x + x, x + x) - x
+        return m
+
+    closed = jax.make_jaxpr(function)(jnp.zeros((4, 4), jnp.int32), jnp.ones((4, 4), bool))
+    program, read = Program(closed), indices._affine_of
+
+    def spy(program, made, *more):
+        visited[made.index] += 1
+        return read(program, made, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indices, "_affine_of", spy)
+        for equation in program.equations:
+            indices.affine(program, equation.outs[0])
+            indices.decided(program, equation.outs[0])
+    assert visited and max(visited.values()) == 1
+
+
+def test_no_exception_of_a_rule_escapes(monkeypatch):
+    """A rule that fails leaves its constant unknown, and the program is read."""
+
+    def fails(*_):
+        raise OverflowError
+
+    monkeypatch.setattr(constants, "RULES", dict.fromkeys(constants.RULES, fails))
+    program = Program(jax.make_jaxpr(lambda: jnp.tril(jnp.ones((3, 3))) * 2)())
+    assert program.const(program.results[0]) is None
