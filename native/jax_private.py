@@ -41,6 +41,16 @@ try:
 except ImportError:  # equations evaluated again then have our lines, and no named scopes
     _source_info = None
 
+try:
+    from jax._src.core import trace_ctx as _trace_ctx
+except ImportError:  # what a function under `fuse` writes into its closure is then a dead tracer
+    _trace_ctx = None
+
+
+def is_of_this_trace(x: Any) -> bool:
+    """Whether a tracer belongs to the trace that is going on now."""
+    return _trace_ctx is not None and getattr(x, "_trace", None) is _trace_ctx.trace
+
 
 @contextlib.contextmanager
 def source(traceback: Any, scope: Any) -> Iterator[None]:

@@ -92,14 +92,14 @@ def inner(eqn: Any) -> Iterator[Any]:
 def line_of(eqn: Any) -> str:
     """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
     traceback = getattr(eqn.source_info, "traceback", None)
-    hidden = _hidden_folders()
+    hidden = hidden_folders()
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(hidden):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return "an unknown line"
 
 
-def _hidden_folders() -> tuple[str, ...]:
+def hidden_folders() -> tuple[str, ...]:
     """Returns the folders whose lines are no user's: JAX, the frameworks, and this package."""
     names = "jax", "flax", "equinox", "haliax", "haiku", "jaxtyping", "optax"
     return _folders(*[getattr(sys.modules.get(name), "__file__", None) for name in names])

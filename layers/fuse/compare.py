@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ...native.jaxpr import KERNELS, inner, name_of, params_of, results_of, value_of
-from .fuse import Quantization, Skip, check, fuse
+from .fuse import Quantization, Skip, check, fuse, skip_of
 from .program import JIT, REMAT
 from .report import Report, aligned
 
@@ -23,7 +24,7 @@ class Difference:
 
     Attributes:
       name: "value", "result" and its place, or "d" and the argument's name and place.
-      theirs: the relative error of the function as it is.
+      theirs: the relative error of the function as it is; NaN where the reference has no number.
       ours: that of the fused function.
     """
 
@@ -65,7 +66,8 @@ def compare(
     error ‖y − r‖ / ‖r‖ (Euclidean norms). The reference r is of the same program in which every
     floating-point number is a float32; a float64 if the program has none narrower than float32.
     `fuse` has done no harm where both errors are of one size. A gradient that is zero but for
-    rounding has large ones.
+    rounding has large ones. Where r has no finite element, and y is equal to it, there is nothing
+    to compare: the error is NaN.
 
     What the program itself casts is wide in the reference, too; kernels, callbacks and shard_map
     keep their dtypes there. The function is traced three times, and differentiated as often.
@@ -97,7 +99,19 @@ def compare(
     True
     """
     check("compare", loss, quantization, None)
-    paths, tree = jax.tree_util.tree_flatten_with_path(arguments)
+    return compared(loss, arguments, fuse, quantization, skip)
+
+
+def compared(
+    loss: Callable[..., Any],
+    arguments: Sequence[Any],
+    fuse: Callable[..., Any],
+    quantization: Quantization,
+    skip: Skip,
+) -> Comparison:
+    """Returns what `compare` does, of a loss and `fuse(loss)`."""
+    skip = skip_of("compare", skip)
+    paths, tree = jax.tree_util.tree_flatten_with_path(tuple(arguments))
     leaves = [leaf for _, leaf in paths]
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
     floats = [i for i in arrays if _is_float(leaves[i])]
@@ -170,6 +184,8 @@ def _with_gradients(
 def _error(y: Any, exact: Any) -> float:
     y, exact = (np.asarray(x).astype(np.float64) for x in (y, exact))
     same = (y == exact) | np.isnan(y) & np.isnan(exact)
+    if same.size and same.all() and not np.isfinite(exact).any():
+        return math.nan
     with np.errstate(invalid="ignore"):
         difference = np.linalg.norm(np.where(same, 0, y - exact).ravel())
     size = np.linalg.norm(np.where(np.isfinite(exact), exact, 0).ravel())

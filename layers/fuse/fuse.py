@@ -1,20 +1,23 @@
 """`fuse`: one line that puts fused operations into anybody's function, proved by its equations."""
 
 import collections
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
 from . import attention, indexing, losses, norms, products
 from .activations import Activations
+from .closure import Closure, Origin, is_array, kind_of, origins_of, runs_later
 from .codes import with_codes
-from .program import Program, Site
+from .program import Program, Site, Theirs, explained
 from .report import Report, Row
 from .scores import ScoreForms
 
@@ -74,42 +77,47 @@ def fuse(
     linear_cross_entropy: sum
     """
     check("fuse", function, quantization, report)
+    skip = skip_of("fuse", skip)
+    if isinstance(function, functools.partial):
+        inner = fuse(function.func, quantization=quantization, skip=skip, report=report)
+        return functools.partial(inner, *function.args, **function.keywords)  # pyright: ignore
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+        are_arrays = [*map(is_array, leaves)]
         static: list[Any] = []  # the results that are no arrays, None for the others; their tree
+        closure = Closure(function)
 
         def call(arrays: list[Any]) -> list[Any]:
             given = iter(arrays)
-            whole = [next(given) if is_a else leaf for leaf, is_a in zip(leaves, is_array)]
+            whole = [next(given) if is_a else leaf for leaf, is_a in zip(leaves, are_arrays)]
             args, kwargs = jax.tree.unflatten(tree, whole)
-            results, structure = jax.tree.flatten(function(*args, **kwargs))
-            _check_unchanged(whole, (args, kwargs))
-            traced = [isinstance(result, jax.Array | np.ndarray) for result in results]
+            objects = _objects((args, kwargs))
+            results = function(*args, **kwargs)
+            if runs_later(results):
+                raise TypeError(f"fuse: {_LATE}, got one that returns {results!r}")
+            results, structure = jax.tree.flatten(results)
+            _check_kept(objects, results)
+            traced = [*map(is_array, results)]
             static[:] = [None if t else (r,) for r, t in zip(results, traced)], structure
-            return [result for result, t in zip(results, traced) if t]
+            return [*[result for result, t in zip(results, traced) if t], *closure.take()]
 
-        arrays = [leaf for leaf, is_a in zip(leaves, is_array) if is_a]
+        arrays = [leaf for leaf, is_a in zip(leaves, are_arrays) if is_a]
         closed = jax.make_jaxpr(call)(arrays)
-        origins = [o for o, is_a in zip(origins_of(args, kwargs), is_array) if is_a]
-        results = iter(rewritten(closed, arrays, origins, quantization, skip, report, function))
+        origins = [o for o, is_a in zip(origins_of(args, kwargs), are_arrays) if is_a]
+        names = closure.origins()
+        results = rewritten(closed, arrays, origins, names, quantization, skip, report, function)
+        given = iter(results)
         others, structure = static
-        return jax.tree.unflatten(structure, [o[0] if o else next(results) for o in others])
+        whole = jax.tree.unflatten(structure, [o[0] if o else next(given) for o in others])
+        closure.put([*given])
+        return whole
 
     return fused  # pyright: ignore[reportReturnType]
 
 
-def origins_of(args: Any, kwargs: Any) -> list[Any]:
-    """Returns for each leaf which argument it is a part of; integers are none's parameters."""
-    parts = [*enumerate(args), *kwargs.items()]
-    floating = lambda leaf: hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return [
-        name if floating(leaf) else f"integers of {name}"
-        for name, part in parts
-        for leaf in jax.tree.leaves(part)
-    ]
+_LATE = "function must compute its results while it is called"
 
 
 def check(op: str, function: Any, quantization: Any, report: Any) -> None:
@@ -117,39 +125,108 @@ def check(op: str, function: Any, quantization: Any, report: Any) -> None:
     for name, value in (("function", function), ("report", report)):
         if not callable(value) and (name == "function" or value is not None):
             raise TypeError(f"{op}: {name} must be a function, got {value!r}")
+    if kind := kind_of(function):
+        raise TypeError(f"{op}: {_LATE}, got {kind}: {function!r}")
     check_quantization(op, quantization)
 
 
-def _check_unchanged(before: Sequence[Any], args: Any) -> None:
-    after = jax.tree.leaves(args)
-    changed = lambda a, b: isinstance(a, jax.Array) and a is not b
-    if len(after) != len(before) or any(map(changed, before, after)):
-        raise ValueError(
-            "fuse: the function changes arrays in its arguments, and the changes would be lost; "
-            "return them, or use normfuse.layers.nnx.fuse for nnx models"
+def skip_of(op: str, skip: Any) -> Any:
+    """Returns the words of a `skip`, or its function; TypeError for anything else."""
+    if callable(skip):
+        return skip
+    words = (skip,) if isinstance(skip, str) else tuple(skip) if np.iterable(skip) else (skip,)
+    if not all(isinstance(word, str) for word in words):
+        raise TypeError(
+            f"{op}: skip must be a word, several words or a function of a row, got {skip!r}; () "
+            "skips nothing"
         )
+    return words
+
+
+_Objects = list[tuple[Any, list[Any]]]
+
+
+def _objects(args: Any) -> _Objects:
+    """Returns the objects in arguments that are no mere containers, and what they hold."""
+    is_object = lambda node: not isinstance(node, dict | list | tuple)
+    objects = jax.tree.leaves(args, is_leaf=is_object)
+    return [(o, held) for o in objects if (held := jax.tree.leaves(o)) and held[0] is not o]
+
+
+def _check_kept(objects: _Objects, results: Sequence[Any]) -> None:
+    """Raises an error where a call has changed objects, and does not return the changes."""
+    returned = {id(x) for x in results}
+    for one, before in objects:
+        held = {id(x) for x in before} | returned
+        after = jax.tree.leaves(one)
+        if len(after) < len(before) or any(is_array(x) and id(x) not in held for x in after):
+            raise ValueError(
+                f"fuse: the function changes arrays in a {type(one).__name__} in its arguments, "
+                "and the changes would be lost; return them, or use normfuse.layers.nnx.fuse for "
+                "nnx models"
+            )
 
 
 def rewritten(
     closed: Any,
     arrays: Sequence[Any],
-    origins: Sequence[Any],
+    origins: Sequence[Origin],
+    names: Mapping[int, Origin],
     quantization: Quantization,
     skip: Skip,
     report: Callable[[Report], Any] | None,
     function: Any,
 ) -> list[Any]:
-    """Returns the results of a traced function, with what is found in it replaced."""
-    program = Program(closed, origins=origins)
-    rows = plan(program, quantization, skip)
-    if quantization is None:
-        results, codes = program.run(arrays), []
-    else:  # its norms write the codes that its products read
-        again = jax.make_jaxpr(program.run)(list(arrays))
-        results, codes = with_codes(again, arrays)
-    results = [_array(y, aval) for y, aval in zip(results, closed.out_avals)]
+    """Returns the results of a traced function, with what is found in it replaced.
+
+    Whatever fails on the way, the results are the function's own. `names` has the origins of the
+    arrays that the function closes over, by their ids.
+    """
+    rows, codes = [], []
+    try:
+        program = Program(closed, origins=origins, names=names)
+        rows = plan(program, quantization, skip)
+        results, codes = _computed(program, closed, arrays, quantization)
+        results = [_array(y, aval) for y, aval in zip(results, closed.out_avals, strict=True)]
+    except Theirs as failure:  # the user's own error
+        raise failure.error from failure.error.__cause__
+    except Exception as error:
+        why = explained(error)
+        for each, site, _ in rows:
+            each.failed[site] = why
+        codes = [Row(_name(function), "program", "", _UNREAD + why)]
+        results = jaxpr_as_fun(closed)(*arrays)
     conclude(rows, codes, function, skip, report)
     return results
+
+
+def _computed(
+    program: Program, closed: Any, arrays: Sequence[Any], quantization: Quantization
+) -> tuple[list[Any], list[Row]]:
+    """Returns a program's results, and rows of norms that write codes."""
+    if quantization is None:
+        return _once(program.run, closed, arrays), []
+    again = jax.make_jaxpr(program.run)(list(arrays))
+    rows: list[Row] = []
+
+    def run(arrays: Sequence[Any]) -> list[Any]:  # its norms write the codes that its products read
+        results, rows[:] = with_codes(again, arrays)
+        return results
+
+    try:
+        return _once(run, again, arrays), rows
+    except Exception as error:
+        row = Row(_where(program), "codes", "", f"it could not be replaced: {explained(error)}")
+        return jaxpr_as_fun(again)(*arrays), [row]
+
+
+def _once(
+    run: Callable[[Sequence[Any]], list[Any]], closed: Any, arrays: Sequence[Any]
+) -> list[Any]:
+    """Returns `run(arrays)`; effects happen only after all of it has been traced."""
+    if not closed.effects:
+        return run(arrays)
+    return jaxpr_as_fun(jax.make_jaxpr(run)(list(arrays)))(*arrays)
 
 
 def _array(y: Any, aval: Any) -> Any:
@@ -165,42 +242,62 @@ def _array(y: Any, aval: Any) -> Any:
 GRADIENT = "the function takes its gradient itself: fuse the loss that you differentiate"
 
 
-def plan(
-    program: Program, quantization: Quantization, skip: Skip
-) -> list[tuple[Program, Site | None, Row]]:
+Planned = list[tuple[Program, Site | None, Row]]
+
+
+def plan(program: Program, quantization: Quantization, skip: Skip) -> Planned:
     """Chooses the sites of a program and of the bodies within it; returns the report's rows."""
-    rows = []
+    rows: Planned = []
     for each in program.all_programs():
-        sites, left = _found(each, quantization)
-        kept = []
-        scopes = {id(e.scope): e.scope for e in each.equations}  # few, and each takes long to write
-        inside = any("transpose(" in str(scope) for scope in scopes.values())
-        row_of = functools.cache(
-            lambda site, each=each: Row(
-                each.line(site.outs[0]), site.what + each.within, site.served
-            )
-        )
-        for site in sites:
-            if inside and "jvp(" in str(each.maker[site.outs[0]].scope):
-                left.append((site.outs[0], site.what, GRADIENT, site.dead))
-            elif skip and _skipped(skip, row_of(site)):
-                left.append((site.outs[0], site.what, "skip names it", site.dead))
-            else:
-                kept.append(site)
-        _choose(each, kept, left)
-        live = each.needed(each.results, {}, each.sites)
-        for site in dict.fromkeys(each.sites.values()):
-            rows.append((each, site, row_of(site)))
-        told = set()
-        for value, what, why, dead in left:
-            unread = why.startswith(_UNREAD)
-            if value in each.sites and not unread:
-                continue  # something else serves it
-            # The product of a loss that is left has a row of its own: why it is not in FP8.
-            key = dead or value, what == "product"
-            if (unread or value in live or any(d in live for d in dead)) and key not in told:
-                told.add(key)
-                rows.append((each, None, Row(each.line(value), what + each.within, "", why)))
+        try:
+            rows += _planned(each, quantization, skip)
+        except Theirs:
+            raise
+        except Exception as error:
+            each.sites.clear()
+            row = Row(_where(each), f"program{each.within}", "", _UNREAD + explained(error))
+            rows.append((each, None, row))
+    return rows
+
+
+def _where(program: Program) -> str:
+    """Returns the last line of a program."""
+    with contextlib.suppress(Exception):
+        return program.line([v for equation in program.equations for v in equation.outs][-1])
+    return "an unknown line"
+
+
+def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
+    """Chooses the sites of one program."""
+    rows: Planned = []
+    sites, left = _found(each, quantization)
+    kept = []
+    scopes = {id(e.scope): e.scope for e in each.equations}  # few, and each takes long to write
+    inside = any("transpose(" in str(scope) for scope in scopes.values())
+    row_of = functools.cache(
+        lambda site: Row(each.line(site.outs[0]), site.what + each.within, site.served)
+    )
+    for site in sites:
+        if inside and "jvp(" in str(each.maker[site.outs[0]].scope):
+            left.append((site.outs[0], site.what, GRADIENT, site.dead))
+        elif skip and _skipped(skip, row_of(site)):
+            left.append((site.outs[0], site.what, "skip names it", site.dead))
+        else:
+            kept.append(site)
+    _choose(each, kept, left)
+    live = each.needed(each.results, {}, each.sites)
+    for site in dict.fromkeys(each.sites.values()):
+        rows.append((each, site, row_of(site)))
+    told = set()
+    for value, what, why, dead in left:
+        unread = why.startswith(_UNREAD)
+        if value in each.sites and not unread:
+            continue  # something else serves it
+        # The product of a loss that is left has a row of its own: why it is not in FP8.
+        key = dead or value, what == "product"
+        if (unread or value in live or any(d in live for d in dead)) and key not in told:
+            told.add(key)
+            rows.append((each, None, Row(each.line(value), what + each.within, "", why)))
     return rows
 
 
@@ -219,8 +316,8 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
             try:
                 domain.read(equation)
             except Exception as error:  # equations that cannot be read stay
-                why = f"{_UNREAD}{type(error).__name__}: {error}"
-                left.append((equation.outs[0], "program", why, ()))
+                last = equation.outs[-1:] or program.inputs
+                left.append((last[0], "program", _UNREAD + explained(error), ()))
     # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
     # its result would keep the norm's own equations alive.
     made = lambda: {v for of in sites.values() for site in of for v in site.outs}
@@ -251,8 +348,8 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
                     dead = made_of[name](value) if name in made_of else (value,)
                     left.append((value, "product" if name == "mlp" else name, why, dead))
         except Exception as error:
-            why = f"{_UNREAD}{type(error).__name__}: {error}"
-            left.append((program.equations[-1].outs[0], name, why, ()))
+            last = [v for equation in program.equations for v in equation.outs][-1]
+            left.append((last, name, _UNREAD + explained(error), ()))
     return sum(sites.values(), []), left
 
 
@@ -309,10 +406,12 @@ def _readers(program: Program, values: Iterable[int], live: set[int]) -> str:
 
 
 def _skipped(skip: Skip, row: Row) -> bool:
-    if callable(skip):
+    if not callable(skip):
+        return any(word in row.where or word == row.domain for word in skip)
+    try:
         return bool(skip(row))
-    words = [skip] if isinstance(skip, str) else list(skip)
-    return any(word in row.where or word == row.domain for word in words)
+    except Exception as error:
+        raise Theirs(error) from error
 
 
 def conclude(
@@ -329,23 +428,25 @@ def conclude(
             row = Row(row.where, row.what, "", f"it could not be replaced: {each.failed[site]}")
         rows.append(row)
     result = Report((*rows, *codes))
-    name = getattr(function, "__qualname__", type(function).__name__)
-    if not callable(skip):
-        words = [skip] if isinstance(skip, str) else list(skip)
-        for word in words:
-            if not any(_skipped(word, row) for row in rows):
-                near = ", ".join(list(dict.fromkeys(row.where for row in rows))[:5])
-                warnings.warn(
-                    f"fuse: skip={word!r} is in no row of {name}; there are {near or 'none'}",
-                    stacklevel=4,
-                )
+    for word in () if callable(skip) else skip:
+        if not any(_skipped((word,), row) for row in rows):
+            near = ", ".join(list(dict.fromkeys(row.where for row in rows))[:5])
+            warnings.warn(
+                f"fuse: skip={word!r} is in no row of {_name(function)}; there are "
+                f"{near or 'none'}",
+                stacklevel=4,
+            )
     if report is not None:
         report(result)
     elif not result.fused:
         reasons = collections.Counter(row.reason for row in result.rows)
         most = "; ".join(reason for reason, _ in reasons.most_common(3))
         warnings.warn(
-            f"fuse: nothing in {name} was replaced ({most or 'nothing was found'}); "
+            f"fuse: nothing in {_name(function)} was replaced ({most or 'nothing was found'}); "
             "fuse(function, report=print) lists all",
             stacklevel=4,
         )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

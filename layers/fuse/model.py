@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .fuse import check
+from .fuse import check, skip_of
 
 _HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "eqx"}
 
@@ -38,8 +38,7 @@ def call_of(
       ValueError: for an unknown quantization.
     """
     check(f"{home}.swap", fuse, quantization, report)
-    skip = skip if callable(skip) or isinstance(skip, str) else tuple(skip)
-    return Call(method, fuse, quantization, skip, report)
+    return Call(method, fuse, quantization, skip_of(f"{home}.swap", skip), report)
 
 
 def swapped_class(model: Any, home: str, call: Call) -> type:

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImp
 from ...native import jax_private
 from ...native.jaxpr import JIT, REMAT, bodies, line_of, name_of, params_of, results_of
 from ..dense.matmul import shared
+from .closure import UNKNOWN, Origin
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
@@ -152,6 +153,14 @@ class SiteFailed(Exception):
         self.site, self.error = site, error
 
 
+class Theirs(Exception):
+    """An error of the user's own code."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
 class Program:
     """The equations of a traced function.
 
@@ -161,6 +170,7 @@ class Program:
       origins: for each operand which argument of the user's function it is a part of, where no
         equation has changed it; None for others.
       depends: for each operand what arguments it is computed from; its own origin by default.
+      names: the origins of arrays that the function closes over, by their ids.
       within: the names of the equations that this is a body of.
     """
 
@@ -171,6 +181,7 @@ class Program:
         origins: Sequence[Any] = (),
         depends: Sequence[frozenset[Any]] = (),
         within: str = "",
+        names: Mapping[int, Origin] | None = None,
     ):
         jaxpr = closed.jaxpr
         self.avals: list[Any] = []
@@ -193,6 +204,7 @@ class Program:
         self._consts |= {v: c for v, c in zip(self.inputs, known) if c is not None}
         depends = depends or [frozenset() if o is None else frozenset([o]) for o in origins]
         self.made_of: dict[int, frozenset[Any]] = dict(zip(self.inputs, depends))
+        self.names = names or {}
         self.results = self._add(jaxpr, closed.consts, self.inputs, None)
         self.readers: dict[int, list[Equation]] = {}
         for equation in self.equations:
@@ -213,6 +225,9 @@ class Program:
         if key not in self._same:
             v = self._same[key] = self._new(aval)
             self.given[v] = x
+            if aval.ndim or jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # no mere number
+                self.origins[v] = self.names.get(id(x), UNKNOWN)
+                self.made_of[v] = frozenset([self.origins[v]])
             if not traced and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
                 self._consts[v] = lambda: known(np.asarray(x, aval.dtype))
         return self._same[key]
@@ -283,7 +298,7 @@ class Program:
             origins = [self.origin(v) for v, _ in kept]
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
             within = f"{self.within} in {name}"
-            body = Program(closed, known, origins, depends, within)
+            body = Program(closed, known, origins, depends, within, self.names)
             self.bodies.setdefault(equation, []).append(Body(key, place, body))
         return equation.outs
 
@@ -428,7 +443,7 @@ class Program:
             try:
                 return self.evaluate(env, self.results, self.sites, done)
             except SiteFailed as failure:  # the user's own equations compute it
-                self.failed[failure.site] = _described(failure.error)
+                self.failed[failure.site] = explained(failure.error)
                 for v in failure.site.outs:
                     self.sites.pop(v, None)
 
@@ -501,7 +516,12 @@ class Program:
         with self._around(equation):
             kept = self.bodies.get(equation, ())
             runs = {(b.key, b.place): b.program.run for b in kept if b.program.has_sites()}
-            return rebuilt(equation.eqn, given, runs)
+            if runs:
+                return rebuilt(equation.eqn, given, runs)
+            try:
+                return results_of(equation.eqn, given)
+            except Exception as error:
+                raise Theirs(error) from error
 
     def has_sites(self) -> bool:
         """Whether anything is replaced in it."""
@@ -583,7 +603,8 @@ def _fitted(y: Any, aval: Any) -> Any:
     return y
 
 
-def _described(error: Exception) -> str:
+def explained(error: Exception) -> str:
+    """Returns the reason that a row gives for an error."""
     text = str(error).strip().splitlines()
     return (
         text[0][:200]

@@ -1,0 +1,342 @@
+"""How a value reaches a function does not matter: the ways in which people write a loss."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import fuse_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from fuse_cases import draw
+from jax import lax
+
+import normfuse
+from normfuse.layers import nnx as ours_nnx
+
+pytestmark = pytest.mark.oldest
+
+B, T, E, H, V = 4, 16, 32, 64, 48
+BATCH = {"x": draw(0, B, T, E), "y": jnp.arange(B * T).reshape(B, T) % V}
+
+
+def gated(gate, up, down):
+    return lambda x: down(jax.nn.silu(gate(x)) * up(x))
+
+
+class NnxTrunk(nnx.Module):
+    def __init__(self, rngs):
+        linear = lambda n, m: nnx.Linear(n, m, use_bias=False, rngs=rngs)
+        self.first, self.norm = linear(E, E), nnx.RMSNorm(E, rngs=rngs)
+        self.gate, self.up, self.down = linear(E, H), linear(E, H), linear(H, E)
+
+    def __call__(self, x):
+        x = jnp.tanh(self.first(x))
+        return x + gated(self.gate, self.up, self.down)(self.norm(x))
+
+
+class LinenTrunk(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        linear = lambda n: nn.Dense(n, use_bias=False)
+        x = jnp.tanh(linear(E)(x))
+        return x + gated(linear(H), linear(H), linear(E))(nn.RMSNorm()(x))
+
+
+class EqxTrunk(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.RMSNorm
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        linear = lambda n, m, i: eqx.nn.Linear(n, m, use_bias=False, key=jax.random.fold_in(key, i))
+        self.first, self.norm = linear(E, E, 0), eqx.nn.RMSNorm(E, use_bias=False)
+        self.gate, self.up, self.down = linear(E, H, 1), linear(E, H, 2), linear(H, E, 3)
+
+    def __call__(self, x):
+        x = jnp.tanh(self.first(x))
+        return x + gated(self.gate, self.up, self.down)(self.norm(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """A trunk and a head, how they are applied to an example, and the framework's own words."""
+
+    parts: tuple
+    apply: object
+    fuse: object = normfuse.fuse
+    grad: object = jax.value_and_grad
+    jit: object = jax.jit
+
+    def example(self, parts, x, y):
+        log_p = jax.nn.log_softmax(self.apply(parts, x))
+        return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], 1))
+
+    def loss(self, parts, batch):
+        log_p = jax.nn.log_softmax(self.apply(parts, batch["x"]))
+        return -jnp.mean(jnp.take_along_axis(log_p, batch["y"][..., None], -1))
+
+
+def of_nnx():
+    parts = NnxTrunk(nnx.Rngs(0)), nnx.Linear(E, V, use_bias=False, rngs=nnx.Rngs(1))
+    apply = lambda parts, x: parts[1](parts[0](x))
+    return Framework(parts, apply, ours_nnx.fuse, nnx.value_and_grad, nnx.jit)
+
+
+def of_linen():
+    trunk, head, x = LinenTrunk(), nn.Dense(V, use_bias=False), BATCH["x"]
+    parts = trunk.init(jax.random.key(0), x), head.init(jax.random.key(1), x)
+    return Framework(parts, lambda parts, x: head.apply(parts[1], trunk.apply(parts[0], x)))
+
+
+def of_equinox():
+    parts = EqxTrunk(jax.random.key(0)), eqx.nn.Linear(E, V, False, key=jax.random.key(1))
+
+    def apply(parts, x):
+        each = lambda x: parts[1](parts[0](x))
+        for _ in x.shape[1:]:
+            each = jax.vmap(each)
+        return each(x)
+
+    return Framework(parts, apply, grad=eqx.filter_value_and_grad, jit=eqx.filter_jit)
+
+
+FRAMEWORKS = {
+    name: functools.cache(make)
+    for name, make in {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox}.items()
+}
+IDIOMS = {}
+
+
+def idiom(function):
+    """A function of a framework and of `fuse` that returns a loss and gradients."""
+    IDIOMS[function.__name__] = function
+    return function
+
+
+@idiom
+def an_argument(of, fuse):
+    return of.jit(of.grad(fuse(of.loss)))(of.parts, BATCH)
+
+
+@idiom
+def closed_over_in_a_jitted_step(of, fuse):
+    def step(parts, batch):
+        def loss_fn(parts):
+            return of.loss(parts, batch)
+
+        return of.grad(fuse(loss_fn))(parts)
+
+    return of.jit(step)(of.parts, BATCH)
+
+
+@idiom
+def closed_over_as_arrays(of, fuse):
+    x, y = BATCH["x"], BATCH["y"]
+    return of.jit(of.grad(fuse(lambda parts: of.loss(parts, {"x": x, "y": y}))))(of.parts)
+
+
+@idiom
+def closed_over_as_numpy(of, fuse):
+    batch = jax.tree.map(np.asarray, BATCH)
+    return of.jit(of.grad(fuse(lambda parts: of.loss(parts, batch))))(of.parts)
+
+
+@idiom
+def an_attribute_of_a_trainer(of, fuse):
+    class Trainer:
+        batch = BATCH
+
+        def __init__(self):
+            self.x, self.y = BATCH["x"], BATCH["y"]
+
+        def loss(self, parts):
+            return of.loss(parts, {"x": self.x, "y": self.y})
+
+    return of.jit(of.grad(fuse(Trainer().loss)))(of.parts)
+
+
+@idiom
+def partial(of, fuse):
+    return of.jit(of.grad(fuse(functools.partial(of.loss, batch=BATCH))))(of.parts)
+
+
+@idiom
+def partial_of_fused(of, fuse):
+    return of.jit(of.grad(functools.partial(fuse(of.loss), batch=BATCH)))(of.parts)
+
+
+MICROBATCHES = jax.tree.map(lambda a: a.reshape(2, B // 2, *a.shape[1:]), BATCH)
+
+
+@idiom
+def microbatches_within(of, fuse):
+    def loss_fn(parts):
+        add = lambda total, batch: (total + of.loss(parts, batch) / 2, None)
+        return lax.scan(add, jnp.zeros(()), MICROBATCHES)[0]
+
+    return of.jit(of.grad(fuse(loss_fn)))(of.parts)
+
+
+@idiom
+def microbatches_around(of, fuse):
+    """A scan of gradients, of a loss that closes over its microbatch."""
+    if of.fuse is ours_nnx.fuse:
+        graph, state = nnx.split(of.parts)
+        loss = lambda state, batch: of.loss(nnx.merge(graph, state), batch)
+    else:
+        state, loss = of.parts, of.loss
+
+    def add(total, batch):
+        found = jax.value_and_grad(fuse(lambda state: loss(state, batch)))(state)
+        return jax.tree.map(lambda a, b: a + b / 2, total, found), None
+
+    @jax.jit
+    def step(state):
+        zeros = jax.tree.map(jnp.zeros_like, state)
+        return lax.scan(add, (jnp.zeros(()), zeros), MICROBATCHES)[0]
+
+    return step(state)
+
+
+@idiom
+def vmapped_examples(of, fuse):
+    def loss_fn(parts, batch):
+        each = jax.vmap(functools.partial(of.example, parts))
+        return jnp.mean(each(batch["x"], batch["y"]))
+
+    return of.jit(of.grad(fuse(loss_fn)))(of.parts, BATCH)
+
+
+@idiom
+def vmapped_examples_closed_over(of, fuse):
+    def loss_fn(parts):
+        return jnp.mean(jax.vmap(lambda x, y: of.example(parts, x, y))(BATCH["x"], BATCH["y"]))
+
+    return of.jit(of.grad(fuse(loss_fn)))(of.parts)
+
+
+@idiom
+def has_aux(of, fuse):
+    def loss_fn(parts):
+        value = of.loss(parts, BATCH)
+        return value, {"loss": value, "tokens": BATCH["y"].size}
+
+    (value, aux), gradients = of.grad(fuse(loss_fn), has_aux=True)(of.parts)
+    assert aux["tokens"] == B * T and aux["loss"] == value
+    return value, gradients
+
+
+@idiom
+def the_second_argument(of, fuse):
+    loss_fn = lambda batch, parts: of.loss(parts, batch)
+    if of.fuse is ours_nnx.fuse:
+        return nnx.value_and_grad(fuse(loss_fn), argnums=1)(BATCH, of.parts)
+    return jax.value_and_grad(fuse(loss_fn), argnums=1, allow_int=True)(BATCH, of.parts)
+
+
+@idiom
+def two_arguments(of, fuse):
+    loss_fn = lambda trunk, head, batch: of.loss((trunk, head), batch)
+    grad = nnx.value_and_grad if of.fuse is ours_nnx.fuse else jax.value_and_grad
+    return grad(fuse(loss_fn), argnums=(0, 1))(*of.parts, BATCH)
+
+
+@idiom
+def functional(of, fuse):
+    """States or parameters as an argument; the model is put together within."""
+    if of.fuse is ours_nnx.fuse:
+        graph, params, rest = nnx.split(of.parts, nnx.Param, ...)
+        loss_fn = lambda params, rest: of.loss(nnx.merge(graph, params, rest), BATCH)
+        return jax.jit(jax.value_and_grad(fuse(loss_fn)))(params, rest)
+    params, static = eqx.partition(of.parts, eqx.is_inexact_array)
+    loss_fn = lambda params: of.loss(eqx.combine(params, static), BATCH)
+    return jax.jit(jax.value_and_grad(fuse(loss_fn)))(params)
+
+
+HEADS = {}  # idioms whose gradient is that of the head alone
+
+
+def of_the_head(function):
+    HEADS[function.__name__] = function
+    return function
+
+
+@of_the_head
+def a_frozen_argument(of, fuse):
+    loss_fn = lambda head, trunk, batch: of.loss((trunk, head), batch)
+    return of.jit(of.grad(fuse(loss_fn)))(of.parts[1], of.parts[0], BATCH)
+
+
+@of_the_head
+def a_frozen_trunk_closed_over(of, fuse):
+    trunk, head = of.parts
+    return of.jit(of.grad(fuse(lambda head: of.loss((trunk, head), BATCH))))(head)
+
+
+@of_the_head
+def a_frozen_trunk_closed_over_in_a_step(of, fuse):
+    def step(trunk, head, batch):
+        return of.grad(fuse(lambda head: of.loss((trunk, head), batch)))(head)
+
+    return of.jit(step)(*of.parts, BATCH)
+
+
+@of_the_head
+def a_frozen_trunk_of_an_object(of, fuse):
+    class Trainer:
+        def __init__(self):
+            self.trunk, self.batch = of.parts[0], BATCH
+
+        def loss(self, head):
+            return of.loss((self.trunk, head), self.batch)
+
+    return of.jit(of.grad(fuse(Trainer().loss)))(of.parts[1])
+
+
+every = pytest.mark.parametrize("name", FRAMEWORKS)
+
+
+def leaves(found):
+    value, gradients = found
+    return [value, *jax.tree.leaves(gradients)]
+
+
+@functools.cache
+def reference(name, head):
+    of = FRAMEWORKS[name]()
+    if head:
+        return leaves(a_frozen_argument(of, lambda function: function))
+    return leaves(an_argument(of, lambda function: function))
+
+
+@every
+@pytest.mark.parametrize("written", [*IDIOMS, *HEADS])
+def test_idioms(name, written):
+    """The sites are those of a loss that takes all as arguments, and so are the gradients."""
+    of, how = FRAMEWORKS[name](), (IDIOMS | HEADS)[written]
+    reports = []
+    fuse = functools.partial(of.fuse, report=reports.append)
+    found = leaves(how(of, fuse))
+    assert fuse_cases._served(reports[-1]) == {"norm": 1, "mlp": 1, "loss": 1}, str(reports[-1])
+    for got, want in zip(found, reference(name, written in HEADS), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+@every
+@pytest.mark.parametrize("written", [*IDIOMS, *HEADS])
+def test_idioms_in_fp8(name, written):
+    of, how = FRAMEWORKS[name](), (IDIOMS | HEADS)[written]
+    reports = []
+    fuse = functools.partial(of.fuse, quantization="fp8", report=reports.append)
+    jax.eval_shape(lambda: leaves(how(of, fuse)))
+    served = fuse_cases._served(reports[-1])
+    assert served.pop("codes", 1) == 1
+    assert served == {"norm": 1, "mlp": 1, "loss": 1, "product": 1}, str(reports[-1])
+    (mlp,) = [row for row in reports[-1].fused if row.domain == "mlp"]
+    assert mlp.served == "GatedMLP, fp8", str(reports[-1])
