@@ -293,6 +293,8 @@ def _readers(program: Program, values: Iterable[int], live: set[int]) -> str:
     """Returns what reads values but for what they are replaced with: the last of each chain."""
     seen, names = set(values), []
     for equation in program.equations:
+        if equation in program.shadowing:
+            continue
         if seen & set(equation.ins) and any(v in live for v in equation.outs):
             seen.update(equation.outs)
             if not any(r in live for v in equation.outs for r in [v] if program.readers.get(v)):

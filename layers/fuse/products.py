@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from ..dense.dense import apply
 from ..dense.gated import apply_product, mlp
-from ..dense.matmul import kernel_p, product_p
+from ..dense.matmul import kernel_p
 from ..quantization.quantize import fits
 from .activations import Activations
+from .choices import chosen
 from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
 from .program import Equation, Left, Program, Site, called
 from .scores import ScoreForms
@@ -80,16 +81,10 @@ class Matrix:
 
 
 def _products_in(program: Program) -> Iterator[Equation]:
-    """Yields the products; those of `dense` as they stand within it, of what is outside."""
+    """Yields the products, and those of `dense`, but not those within other calls."""
     for equation in program.equations:
-        if equation.name == "dot_general":
+        if equation.name == "dot_general" and not program.is_within(equation.outs[0]):
             yield equation
-        elif equation.name == "custom_jvp_call":
-            body = equation.params["call_jaxpr"].jaxpr.eqns
-            if any(eqn.primitive is product_p for eqn in body):
-                dot = next(eqn for eqn in body if eqn.primitive.name == "dot_general")
-                name, ins = dot.primitive.name, equation.ins[:2]
-                yield dataclasses.replace(equation, eqn=dot, name=name, ins=ins)
 
 
 class Products:
@@ -219,8 +214,10 @@ class Products:
             return why
         if self._is_one_hot(m.x[0]):
             return "its rows are made of integers, as of a one-hot embedding"
-        if (reader := self._chooser(m.value)) is not None:
-            return f"{reader} reads its result"
+        if why := chosen(self.program).get(m.value):
+            return why
+        if self._is_returned(m.value):
+            return "it is the function's result"
         return ""
 
     def has_few_rows(self, m: Matrix) -> bool:
@@ -232,25 +229,19 @@ class Products:
             return False
         return not jnp.issubdtype(self.program.avals[made.ins[0]].dtype, jnp.floating)
 
-    def _chooser(self, v: int) -> str | None:
-        """What chooses by a value: the function itself, or top_k and its kind."""
+    def _is_returned(self, v: int) -> bool:
+        """Whether a value is the function's result, laid out anew or cast: logits, it may be."""
         g, stack, seen = self.program, [v], set()
-        while stack:
+        while stack and not g.within:
             v = stack.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            if v in g.results and not g.within:
-                return "the function's result"
+            if v in g.results:
+                return True
             for reader in g.readers.get(v, ()):
-                if reader.name in ("top_k", "argmax", "argmin", "sort", "approx_top_k"):
-                    return reader.name
-                if (
-                    reader.name in _PASSED
-                    and self.program.avals[reader.outs[0]].size == g.avals[v].size
-                ):
+                size = g.avals[reader.outs[0]].size
+                if reader.name in _PASSED and size == g.avals[v].size and not {*reader.outs} & seen:
+                    seen.update(reader.outs)
                     stack += reader.outs
-        return None
+        return False
 
 
 _LAID_OUT = "transpose", "reshape", "squeeze", "expand_dims", "sharding_constraint"
@@ -486,7 +477,7 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
     if (named := acts.name(hidden)) is not None:
         activation, gate = named
     else:
-        made = g.maker.get(hidden)
+        made = g.maker.get(g.shadows.get(hidden, hidden))
         while made is not None and made.name == "convert_element_type":
             made = g.maker.get(made.ins[0])
         if hidden in products.made or made is None or made.name != "mul":
