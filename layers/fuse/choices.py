@@ -15,7 +15,7 @@ finds every value that chooses:
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ _FOLLOWED = _LAID_OUT | frozenset(
     "gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg pad pbroadcast pmax "
     "pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max reduce_min reduce_prod "
     "reduce_scatter reduce_sum reduce_window reduce_window_max reduce_window_min "
-    "reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min scatter-mul scatter_add "
-    "scatter_max scatter_min scatter_mul select_and_gather_add select_and_scatter_add select_n sin "
+    "reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min scatter-mul "
+    "scatter_add scatter_max scatter_min scatter_mul select_and_scatter_add select_n sin "
     "sinh slice split sqrt square stack sub tan tanh tile unstack".split()
 )
 

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from ..core.sharding import whole
 from ..dense.dense import apply
 from ..dense.gated import apply_product, mlp
 from ..dense.matmul import kernel_p
@@ -74,6 +77,19 @@ class Matrix:
     def weight(self, read: Callable[[int], Any]) -> Any:
         order = (self.columns, self.features) if self.transposed else (self.features, self.columns)
         return arrange(read(self.kernel[0]), self.kernel[1], order)
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """Where the function places the product on Explicit axes, as `(*rows, columns)`; or None.
+
+        It has to where the features of both operands are split.
+        """
+        if self.made.params.get("out_sharding") is None:
+            return None
+        placed = self.made.eqn.outvars[0].aval.sharding
+        entries = zip(map(expand, self.dims), whole(placed.spec, len(self.dims)))
+        of = {labels[0]: entry for labels, entry in entries if labels}
+        return NamedSharding(placed.mesh, P(*map(of.get, (*self.rows, self.columns[0]))))
 
     def result(self, y: Any, aval: Any) -> Any:
         labels = (*[(l,) for l in self.rows], tuple(self.columns))
@@ -271,6 +287,7 @@ class Dense(Site):
             implementation=None,
             quantization=self.quantization,
             contract=int(m.transposed),
+            out_sharding=m.sharding,
             op="dense",
         )
         return [m.result(y, self.aval)]
@@ -310,6 +327,7 @@ class Mlp(Site):
             quantization=self.quantization,
             contract=int(m.transposed),
             hidden_sharding=self.sharding,
+            out_sharding=m.sharding,
         )
         return [m.result(y, self.aval)]
 
@@ -385,6 +403,8 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
 def _whole(products: Products, half: Mlp) -> Mlp | None:
     """Returns the MLP with the products of its gate and up, where these have one input."""
     m, known = half.matrix, products.narrowed
+    if m.sharding is not None:
+        return None
     hidden = [v for v in (half.gate, half.up) if v is not None]
     made, biases, shardings = [], [], {half.sharding}
     for v in hidden:
