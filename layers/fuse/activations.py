@@ -225,8 +225,8 @@ def known() -> dict[str, Any]:
 
 
 _KNOWN: dict[str, Any] = {}
-_FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max tanh".split())
+_FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max normfuse_epilogue tanh".split())
 _READ = frozenset(
     "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg "
-    "pcast pow pvary square sub tanh".split()
+    "normfuse_epilogue pcast pow pvary square sub tanh".split()
 )

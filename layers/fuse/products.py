@@ -508,6 +508,8 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
                 break
     if products.has_few_rows(m) or gate is None or activation in ("sigmoid", "tanh") and up is None:
         return None
+    if quantization is None and g.is_within(hidden):
+        return None  # it is `gated_product` already
     same = [g.avals[v] for v in (gate, up) if v is not None]
     if any(a.shape != g.avals[hidden].shape or a.dtype.itemsize > 4 for a in same):
         return None

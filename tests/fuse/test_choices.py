@@ -115,12 +115,14 @@ def test_a_choice_keeps_the_product(name):
 
 PLAIN = {
     name: getattr(jax.nn, name)
-    for name in "celu elu gelu hard_silu hard_tanh leaky_relu log_sigmoid mish relu relu6 selu silu "
-    "soft_sign softplus sparse_plus squareplus".split()
+    for name in "celu elu gelu hard_silu hard_tanh leaky_relu log_sigmoid mish relu relu6 selu "
+    "silu soft_sign softplus sparse_plus squareplus".split()
 } | {
     "a relu of where": lambda z: jnp.where(z > 0, z, 0),
     "a leaky relu of where": lambda z: jnp.where(z < 0, 0.2 * z, z),
-    "a leaky relu of a parameter": lambda z: jnp.where(z >= 0, z, np.linspace(0.1, 0.4, W, dtype=f32) * z),
+    "a leaky relu of a parameter": lambda z: jnp.where(
+        z >= 0, z, np.linspace(0.1, 0.4, W, dtype=f32) * z
+    ),
     "a relu of a product": lambda z: z * (z > 0),
     "clipped by where": lambda z: jnp.where(z > 3, 3, jnp.where(z < -3, -3, z)),
     "clip": lambda z: jnp.clip(z, -1, 1),
@@ -141,7 +143,9 @@ def test_no_choice_leaves_it_in_fp8(name):
     function = lambda x, w: jnp.sin(PLAIN[name](x @ w))
     fused = fuse_cases.Fused(function, quantization="fp8")
     jax.eval_shape(fused, *draws((R, W), (W, W)))
-    assert [row.served for row in fused.rows if row.domain == "product"][:1] == ["dense, fp8"], fused
+    assert [row.served for row in fused.rows if row.domain == "product"][:1] == ["dense, fp8"], (
+        fused
+    )
 
 
 # ---------------------------------------------------------------- products of ours
@@ -249,7 +253,9 @@ def test_logits_of_a_users_own_derivative_keep_their_bits(product, cast):
 
     args = draws((R, W), (W, 48), scale=0.5)
     fused = fuse_cases.Fused(function, quantization="fp8")
-    for got, want in zip(*(jax.jit(jax.value_and_grad(f, (0, 1)))(*args) for f in (fused, function))):
+    for got, want in zip(
+        *(jax.jit(jax.value_and_grad(f, (0, 1)))(*args) for f in (fused, function))
+    ):
         jax.tree.map(np.testing.assert_array_equal, got, want)
     reasons = {row.domain: row.reason for row in fused.rows}
     assert reasons["product"] == "a softmax or a loss reads its result", fused

@@ -23,7 +23,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import fuse
+from normfuse import dense, fuse
 from normfuse.layers.fuse import products
 
 pytestmark = pytest.mark.oldest
@@ -374,30 +374,33 @@ def placed_rows(subscripts, x, w):
     return jnp.sin(jnp.einsum(subscripts, x, w, out_sharding=P("d")))
 
 
+F = 2 * E
 TENSOR_PARALLEL = {  # function, kernels' shapes and placements, and sites without and with FP8
     "rows": (
         lambda x, w, v: placed_rows("btf,fe->bte", jnp.tanh(x @ w), v),
-        {(E, F): P(None, "t"), (F, E): P("t")},
+        [((E, F), P(None, "t")), ((F, E), P("t"))],
         ({}, {"product": 2}),
     ),
     "transposed": (
         lambda x, w, v: placed_rows("btf,ef->bte", jnp.tanh(x @ w), v),
-        {(E, F): P(None, "t"), (E, F, 0): P(None, "t")},
+        [((E, F), P(None, "t")), ((E, F), P(None, "t"))],
         ({}, {"product": 2}),
     ),
     "heads": (
-        lambda x, w, v: placed_rows("bthd,hde->bte", jnp.tanh(jnp.einsum("bte,ehd->bthd", x, w)), v),
-        {(E, 2, F // 2): P(None, "t"), (2, F // 2, E): P("t")},
+        lambda x, w, v: placed_rows(
+            "bthd,hde->bte", jnp.tanh(jnp.einsum("bte,ehd->bthd", x, w)), v
+        ),
+        [((E, 2, E), P(None, "t")), ((2, E, E), P("t"))],
         ({}, {"product": 2}),
     ),
     "an mlp": (
         lambda x, w, v: placed_rows("btf,fe->bte", jax.nn.silu(x @ w), v),
-        {(E, F): P(None, "t"), (F, E): P("t")},
+        [((E, F), P(None, "t")), ((F, E), P("t"))],
         ({"mlp": 1}, {"product": 1, "mlp": 1}),
     ),
     "of ours": (
         lambda x, w, v: jnp.sin(dense(jnp.tanh(dense(x, w)), v, out_sharding=P("d", None, None))),
-        {(E, F): P(None, "t"), (F, E): P("t")},
+        [((E, F), P(None, "t")), ((F, E), P("t"))],
         ({}, {"product": 2}),
     ),
 }
@@ -410,9 +413,8 @@ def test_products_keep_the_sharding_that_they_are_given(name, eight_devices):
     kinds = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("d", "t"), kinds, devices=eight_devices[:4])
     with jax.set_mesh(mesh):
-        shapes = [shape if shape[-1] else shape[:-1] for shape in kernels]
-        arrays = [0.3 * a for a in fuse_cases.draws((2, 32, E), *shapes)]
-        specs = P("d"), *kernels.values()
+        arrays = fuse_cases.draws((2, 32, E), *[shape for shape, _ in kernels], scale=0.3)
+        specs = P("d"), *[spec for _, spec in kernels]
         args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
         both = lambda f: jax.jit(jax.value_and_grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*args)
         want = both(function)
