@@ -89,8 +89,7 @@ def linear_cross_entropy(
         `dtype`, but float32 for float16, in which logits beyond 65504 are infinite.
       quantization: "fp8" for products of FP8 codes in the gradient (docs/quantization.md), which is
         rounded at random, but alike each time. The loss and the log-sum-exps stay as they are, to
-        the bit. A kernel with a dimension that is no multiple of 16, and a chunk with such a
-        number of rows, multiply in `dtype`.
+        the bit. A kernel with a dimension that is no multiple of 16 multiplies in `dtype`.
       chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits, in
         FP8 896 MiB of these and their gradient's codes.
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".

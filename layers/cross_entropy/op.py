@@ -32,7 +32,7 @@ from ...native.implementation import Order, report
 from ...native.kernel import Kernel
 from ..core.op import Dims, Op, Split, batch_at, match
 from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
-from ..quantization.quantize import E5M2, Codes, fits, quantize_kernel
+from ..quantization.quantize import E5M2, MULTIPLE, Codes, fits, quantize_kernel
 from . import softmax
 from .softmax import Softmax
 
@@ -176,7 +176,9 @@ def _quantized(
     if not spec.quantized:
         return spec, []
     if not fits(*w.shape):
-        _say_unquantized(spec, f"a kernel of shape {w.shape} has a dimension")
+        why = f"a kernel of shape {w.shape} has a dimension that is no multiple of 16"
+        why = f"{why}, so the gradient multiplies in the compute dtype"
+        report(spec.op, why, by="unquantized products")
         return spec, []
     codes = Codes(E5M2.dtype, *spec.wanted, spec.op)
     alone = not _part(spec, split, x, w).axes
@@ -187,17 +189,13 @@ def _quantized(
     return own, list(_kernel(spec, quantize_kernel, order, of_w)(w))
 
 
-def _say_unquantized(spec: Spec, what: str) -> None:
-    why = f"{what} that is no multiple of 16, so the gradient multiplies in the compute dtype"
-    report(spec.op, why, by="unquantized products")
+def _padded(array: Array, axis: int) -> Array:
+    """Returns rows, or codes of them, with rows of zeros up to a multiple of 16 for FP8 products.
 
-
-def _of_chunk(spec: Spec, x: Array) -> Spec:
-    """Returns the spec for a chunk's rows, of which FP8 products need a multiple of 16 as well."""
-    if not spec.softmax.codes or fits(len(x)):
-        return spec
-    _say_unquantized(spec, f"a chunk has {len(x)} rows, a number")
-    return replace(spec, softmax=replace(spec.softmax, codes=None))
+    These add nothing to the gradients, and leave every scale as it is.
+    """
+    more = -array.shape[axis] % MULTIPLE
+    return jnp.pad(array, [(0, more * (i == axis)) for i in range(2)]) if more else array
 
 
 # A scale of the loss is no power of two, and is rounded to the dtype of the sums.
@@ -228,19 +226,21 @@ def _gradients_of_codes(
     """`_gradients` of a chunk's codes, with the kernel's codes and scale."""
     *codes, scale = g
     wide, found = x.dtype.name, []
-    of = functools.partial(Contraction, spec.op)
+    of, rows = functools.partial(Contraction, spec.op), x.shape[0]
     if spec.wanted[0]:
         kernel, by = w
         dot = of("rv", "nv", "rn", wide, wide)
-        found += _multiply(dot, codes[0], kernel, scale.reshape(()), by.reshape(()))
+        q = _padded(codes[0], 0)
+        (dx,) = _multiply(dot, q, kernel, scale.reshape(()), by.reshape(()))
+        found.append(dx[:rows])
     if spec.wanted[1]:
         if spec.unused:
             x = jnp.where(_unused(*factors), 0, x)  # they have no say in its scale
         of_x = Codes(FORMAT, False, True, spec.op)
-        xt, by = _kernel(spec, quantize_kernel, order, of_x)(x)
+        xt, by = _kernel(spec, quantize_kernel, order, of_x)(_padded(x, 0))
         sums = compute_dtype(x.dtype)
         dtype = jnp.dtype(spec.dkernel or sums).name
-        operands = [("nr", xt), ("vr", codes[-1])]
+        operands = [("nr", xt), ("vr", _padded(codes[-1], 1))]
         (a, first), (b, second) = operands if spec.contract == 0 else operands[::-1]
         dot = of(a, b, a[0] + b[0], dtype, wide)
         (dw,) = _kernel(spec, _addend, order, dot)(first, second, scale.reshape(()), by.reshape(()))
@@ -396,7 +396,7 @@ def _loss_gradients_body(
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(spec, sums, x, labels, weights):
-        spec, z = _of_chunk(spec, x), logits(spec, x, w)
+        z = logits(spec, x, w)
         if part.axes or spec.softmax.codes:
             found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
             most, total, _ = found
@@ -425,9 +425,8 @@ def _gradients_body(
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
-        own = _of_chunk(spec, x)
-        g = _gradient(own, order)(logits(spec, x, w), *rows)
-        return _added(own, order, sums, x, [w, *codes], g, *rows[-2:])
+        g = _gradient(spec, order)(logits(spec, x, w), *rows)
+        return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
 
     def run(*arrays):
         return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))

@@ -37,6 +37,7 @@ from .matmul import (
     input_gradient,
     kernel_gradient,
     operand_of,
+    product_p,
     with_main_gradient,
 )
 from .matmul import tangent as product_tangent
@@ -136,7 +137,7 @@ def product(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(spec: Remat, args: tuple[Array, ...], kernel: Array, main: Any) -> Array:
     del main
-    value = spec.value.forward(args)
+    value = product_p.bind(spec.value.forward(args))
     one = spec.of(value, kernel)
     return dot(one, value, operand_of(one, value, kernel))
 

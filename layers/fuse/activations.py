@@ -116,7 +116,11 @@ class Activations:
             self.named.update(v for v in made.outs if v in self.of)
 
     def _apply(self, made: Equation) -> None:
-        if len(made.outs) != 1 or made.name not in _READ:
+        if (
+            len(made.outs) != 1
+            or made.name not in _READ
+            and made.outs[0] not in self.program.shadows
+        ):
             return
         out = self.program.avals[made.outs[0]]
         if not jnp.issubdtype(out.dtype, jnp.floating) or not out.shape:
@@ -127,9 +131,8 @@ class Activations:
 
     def _read(self, made: Equation) -> Polynomial | None:
         g, name = self.program, made.name
-        if name == "custom_jvp_call":
-            shadow = g.shadows.get(made.outs[0])
-            return None if shadow is None else self.of.get(shadow)
+        if (shadow := g.shadows.get(made.outs[0])) is not None:
+            return self.of.get(shadow)
         if name == "max" and made not in g.shadowing:
             return None  # its derivative at 0 is not that of jax.nn.relu
         numbers = [g.number(v) for v in made.ins]
@@ -237,8 +240,8 @@ def known() -> dict[str, Terms]:
 
 
 _KNOWN: dict[str, Terms] = {}
-_FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max tanh".split())
+_FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max normfuse_epilogue tanh".split())
 _READ = frozenset(
     "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg "
-    "pcast pow pvary square sub tanh".split()
+    "normfuse_epilogue pcast pow pvary square sub tanh".split()
 )

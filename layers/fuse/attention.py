@@ -186,7 +186,10 @@ def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):
         queries = sorted(queries or alone, key=by_size)[-1:]
     group = [a for a in alone if a not in queries]
     after = qa[qa.index(queries[0]) :] if queries else qa
-    heads = [a for a in stored if a in after] or stored[1:][-1:]
+    # A product with a parameter makes heads and their features as one dimension.
+    together = [a for d in (*found.x[1], *found.w[1]) if {*d} & {*found.contract} for a in d]
+    heads = [a for a in stored if a in together]
+    heads = heads or [a for a in stored if a in after] or stored[1:][-1:]
     batch = [a for a in stored if a not in heads]
     in_some = lambda a: any(a in s for s in seen)
     if len(batch) > 1 and any(map(in_some, batch)):  # masks differ along some: others are heads

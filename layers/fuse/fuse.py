@@ -387,21 +387,30 @@ _INNER = {"attention": "scores", "loss": "logits", "norm": "statistics", "mlp": 
 
 
 def _readers(program: Program, values: Iterable[int], live: set[int]) -> str:
-    """Returns what reads values but for what they are replaced with: the last of each chain."""
-    seen, names = set(values), []
+    """Returns what reads values but for what they are replaced with: the last of each chain.
+
+    Chains end at a result of the function that is as large, and at integers, which something chose.
+    """
+    seen, names, sizes = set(values), [], {program.avals[v].size for v in values}
+    results = {v for v in program.results if program.avals[v].size in sizes}
+    floating = lambda v: jnp.issubdtype(program.avals[v].dtype, jnp.floating)
     for equation in program.equations:
-        if seen & set(equation.operands) and any(v in live for v in equation.outs):
-            seen.update(equation.outs)
-            if not any(r in live for v in equation.outs for r in [v] if program.readers.get(v)):
-                names.append(program.described(equation))
+        outs = [v for v in equation.outs if v in live]
+        if equation in program.shadowing or not outs or not seen & set(equation.operands):
+            continue
+        seen.update(filter(floating, outs))
+        if any(v in results for v in outs):
+            names.append("the function's result")
+        elif not any(floating(v) and program.readers.get(v) for v in outs):
+            names.append(program.described(equation))
     names = names or [
         program.described(r)
         for v in values
         for r in program.readers.get(v, ())
         if any(o in live for o in r.outs)
     ]
-    if seen & set(program.results) and not names:
-        names = ["the function's result"]
+    if results & set(values):
+        names.insert(0, "the function's result")
     return ", ".join(dict.fromkeys(names[:3])) or "something else"
 
 

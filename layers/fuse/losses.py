@@ -209,6 +209,8 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
       Left: where it has to stay as it is, with the reason.
     """
     g, (first, _) = forms.program, next(iter(form.terms))
+    if g.is_within(value):
+        raise Left("a function with a derivative of the user's own computes it")
     base, axis = first.base, first.axis
     found = Operands(forms, base, axis, scale=False)
     words, contract = found.axis, found.contract

@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from ..core.sharding import whole
 from ..dense.dense import apply
 from ..dense.gated import apply_product, mlp
-from ..dense.matmul import kernel_p, product_p
+from ..dense.matmul import kernel_p
 from ..quantization.quantize import fits
 from .activations import Activations
+from .choices import chosen
 from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
 from .program import Equation, Left, Program, Site, called
 from .scores import ScoreForms
@@ -74,22 +78,29 @@ class Matrix:
         order = (self.columns, self.features) if self.transposed else (self.features, self.columns)
         return arrange(read(self.kernel[0]), self.kernel[1], order)
 
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """Where the function places the product on Explicit axes, as `(*rows, columns)`; or None.
+
+        It has to where the features of both operands are split.
+        """
+        if self.made.params.get("out_sharding") is None:
+            return None
+        placed = self.made.eqn.outvars[0].aval.sharding
+        entries = zip(map(expand, self.dims), whole(placed.spec, len(self.dims)))
+        of = {labels[0]: entry for labels, entry in entries if labels}
+        return NamedSharding(placed.mesh, P(*map(of.get, (*self.rows, self.columns[0]))))
+
     def result(self, y: Any, aval: Any) -> Any:
         labels = (*[(l,) for l in self.rows], tuple(self.columns))
         return arrange(y, labels, self.dims).astype(aval.dtype)
 
 
 def _products_in(program: Program) -> Iterator[Equation]:
-    """Yields the products; those of `dense` as they stand within it, of what is outside."""
+    """Yields the products, and those of `dense`, but not those within other calls."""
     for equation in program.equations:
-        if equation.name == "dot_general":
+        if equation.name == "dot_general" and not program.is_within(equation.outs[0]):
             yield equation
-        elif equation.name == "custom_jvp_call":
-            body = equation.params["call_jaxpr"].jaxpr.eqns
-            if any(eqn.primitive is product_p for eqn in body):
-                dot = next(eqn for eqn in body if eqn.primitive.name == "dot_general")
-                name, ins = dot.primitive.name, equation.ins[:2]
-                yield dataclasses.replace(equation, eqn=dot, name=name, ins=ins)
 
 
 class Products:
@@ -234,8 +245,10 @@ class Products:
             return why
         if self._is_one_hot(m.x[0]):
             return "its rows are made of integers, as of a one-hot embedding"
-        if (reader := self._chooser(m.value)) is not None:
-            return f"{reader} reads its result"
+        if why := chosen(self.program).get(m.value):
+            return why
+        if self._is_returned(m.value):
+            return "it is the function's result"
         return ""
 
     def has_few_rows(self, m: Matrix) -> bool:
@@ -247,25 +260,19 @@ class Products:
             return False
         return not jnp.issubdtype(self.program.avals[made.ins[0]].dtype, jnp.floating)
 
-    def _chooser(self, v: int) -> str | None:
-        """What chooses by a value: the function itself, or top_k and its kind."""
+    def _is_returned(self, v: int) -> bool:
+        """Whether a value is the function's result, laid out anew or cast: logits, it may be."""
         g, stack, seen = self.program, [v], set()
-        while stack:
+        while stack and not g.within:
             v = stack.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            if v in g.results and not g.within:
-                return "the function's result"
+            if v in g.results:
+                return True
             for reader in g.readers.get(v, ()):
-                if reader.name in ("top_k", "argmax", "argmin", "sort", "approx_top_k"):
-                    return reader.name
-                if (
-                    reader.name in _PASSED
-                    and self.program.avals[reader.outs[0]].size == g.avals[v].size
-                ):
+                size = g.avals[reader.outs[0]].size
+                if reader.name in _PASSED and size == g.avals[v].size and not {*reader.outs} & seen:
+                    seen.update(reader.outs)
                     stack += reader.outs
-        return None
+        return False
 
 
 _LAID_OUT = "transpose", "reshape", "squeeze", "expand_dims", "sharding_constraint"
@@ -295,6 +302,7 @@ class Dense(Site):
             implementation=None,
             quantization=self.quantization,
             contract=int(m.transposed),
+            out_sharding=m.sharding,
             op="dense",
         )
         return [m.result(y, self.aval)]
@@ -334,6 +342,7 @@ class Mlp(Site):
             quantization=self.quantization,
             contract=int(m.transposed),
             hidden_sharding=self.sharding,
+            out_sharding=m.sharding,
         )
         return [m.result(y, self.aval)]
 
@@ -409,6 +418,8 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
 def _whole(products: Products, half: Mlp) -> Mlp | None:
     """Returns the MLP with the products of its gate and up, where these have one input."""
     m, known = half.matrix, products.narrowed
+    if m.sharding is not None:
+        return None
     hidden = [v for v in (half.gate, half.up) if v is not None]
     made, biases, shardings = [], [], {half.sharding}
     for v in hidden:
@@ -501,7 +512,7 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
     if (named := acts.name(hidden)) is not None:
         activation, gate = named
     else:
-        made = g.maker.get(hidden)
+        made = g.maker.get(g.shadows.get(hidden, hidden))
         while made is not None and made.name == "convert_element_type":
             made = g.maker.get(made.ins[0])
         if hidden in products.made or made is None or made.name != "mul":
@@ -512,6 +523,8 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
                 break
     if products.has_few_rows(m) or gate is None or activation in ("sigmoid", "tanh") and up is None:
         return None
+    if quantization is None and g.is_within(hidden):
+        return None  # it is `gated_product` already
     same = [g.avals[v] for v in (gate, up) if v is not None]
     if any(a.shape != g.avals[hidden].shape or a.dtype.itemsize > 4 for a in same):
         return None

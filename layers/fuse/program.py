@@ -20,7 +20,8 @@ from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImp
 
 from ...native import jax_private
 from ...native.jaxpr import JIT, REMAT, bodies, line_of, name_of, params_of, results_of
-from ..dense.matmul import shared
+from ..dense import epilogue
+from ..dense.matmul import product_p, shared
 from .closure import UNKNOWN, Origin
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
 
@@ -190,11 +191,15 @@ class Program:
         self.given: dict[int, Any] = {}  # values of constants and literals, tracers among them
         self.bodies: dict[Equation, list[Body]] = {}
         self.within = within
+        self.outer: Program | None = None  # whose equation this is a body of
+        self.chosen: Mapping[int, str] | None = None  # by `choices`, once it is asked
         self.sites: dict[int, Site] = {}
         self.failed: dict[Site, str] = {}
-        # The results of calls, and what makes them within: equations that are read, not evaluated.
+        # Equations within calls are read, not evaluated: `shadowing`. What makes a call's result
+        # within is its shadow where the derivatives are equal but for rounding.
         self.shadows: dict[int, int] = {}
         self.shadowing: set[Equation] = set()
+        self._shadow = 0  # the call that is read now, from 1; 0 for none
         self._consts: dict[int, Any] = {}
         self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
         self.proved: dict[Any, Any] = {}  # answers of `indices` about values
@@ -208,8 +213,9 @@ class Program:
         self.results = self._add(jaxpr, closed.consts, self.inputs, None)
         self.readers: dict[int, list[Equation]] = {}
         for equation in self.equations:
-            for v in dict.fromkeys(equation.ins):
-                self.readers.setdefault(v, []).append(equation)
+            for v in dict.fromkeys(equation.ins):  # a call reads what its equations within do
+                if equation not in self.shadowing or self.maker.get(v) in self.shadowing:
+                    self.readers.setdefault(v, []).append(equation)
 
     # ---------------------------------------------------------------- reading
 
@@ -261,22 +267,25 @@ class Program:
                 return [ins[1 + bool(which)]]
         if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
+        if self._shadow and name in _OF_OUR_PRODUCTS:
+            return ins
         operands, ins = ins, self._broadcast(eqn, name, ins, scope)
-        shadow: list[int] = []
-        if name == "custom_jvp_call" and is_jaxs_own(eqn):
-            body, before = params_of(eqn)["call_jaxpr"], len(self.equations)
-            shadow = self._add(body.jaxpr, body.consts, ins, scope)
-            self.shadowing.update(self.equations[before:])
         equation = Equation(eqn, name, len(self.equations), ins, operands, scope)
         if not eqn.effects and name not in _NEVER_MERGED:
             with contextlib.suppress(TypeError):  # parameters that cannot be hashed
-                key = eqn.primitive.name, *operands, frozenset(eqn.params.items())
+                key = self._shadow, eqn.primitive.name, *operands, frozenset(eqn.params.items())
                 if (outs := self._same.get(key)) is not None:
                     return outs
                 self._same[key] = equation.outs
         equation.outs += [self._new(v.aval) for v in eqn.outvars]
+        within, kind = _within(equation) if name in _CALLS else (None, "")
+        if within is not None and kind != "product":
+            outs = self._add_within(within, equation)
+            self.shadows |= zip(equation.outs, outs) if kind == "same" else ()
+        equation.index = len(self.equations)
         self.equations.append(equation)
-        self.shadows |= zip(equation.outs, shadow)
+        if self._shadow:
+            self.shadowing.add(equation)
         arguments = _united([self.made_of[v] for v in ins if v in self.made_of])
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
@@ -288,7 +297,10 @@ class Program:
                 self._consts[equation.outs[0]] = lambda: self._compute(equation)
         elif name in RULES:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
-        if name not in _WITH_BODIES:
+        if kind == "product":
+            self._add_within(within, equation)
+            self.equations[-1].outs[:] = equation.outs
+        if name not in _WITH_BODIES or self._shadow:
             return equation.outs
         for key, place, closed, kept in inner_programs(eqn, ins):
             constant = [k and v in self._consts for v, k in kept]
@@ -299,8 +311,21 @@ class Program:
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
             within = f"{self.within} in {name}"
             body = Program(closed, known, origins, depends, within, self.names)
+            body.outer = self
             self.bodies.setdefault(equation, []).append(Body(key, place, body))
         return equation.outs
+
+    def _add_within(self, closed: Any, call: Equation) -> list[int]:
+        """Adds the equations within a call, which are read and not evaluated."""
+        around, self._shadow = self._shadow, len(self.equations) + 1
+        try:
+            return self._add(closed.jaxpr, closed.consts, call.ins, call.scope)
+        finally:
+            self._shadow = around
+
+    def is_within(self, v: int) -> bool:
+        """Whether a value is made within a call, which nothing outside can read."""
+        return self.maker.get(v) in self.shadowing
 
     def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
         """What is multiplied by 1, if the result is of its type."""
@@ -425,7 +450,8 @@ class Program:
         """Returns the values that have to be computed for those that are wanted."""
         live = set(wanted)
         for equation in reversed(self.equations):
-            taken = [v for v in equation.outs if v in live and v not in given]
+            made = [v for v in equation.outs if self.maker[v] is equation]  # not by its call
+            taken = [v for v in made if v in live and v not in given]
             if not taken and not equation.eqn.effects:
                 continue
             for v in taken:
@@ -634,6 +660,8 @@ _BROADCASTING = frozenset(
     "add add_any and atan2 complex div eq ge gt le lt max min mul ne nextafter or pow rem "
     "shift_left shift_right_arithmetic shift_right_logical sub xor".split()
 )
+_CALLS = "custom_jvp_call", "custom_vjp_call", epilogue.forward.primitive.name
+_OF_OUR_PRODUCTS = product_p.name, "reshard"  # around their operands; operations gather kernels
 _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
 
 
@@ -643,6 +671,40 @@ def is_inlined(eqn: Any) -> bool:
         return False
     given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
+
+
+def _within(call: Equation) -> tuple[Any, str]:
+    """Returns the program within a call, or None, and what it says of it.
+
+    "product": one of ours, whose last equation is a `dot_general`. That is added as another maker
+    of the call's own result, so that whatever reads products takes it for any other.
+    "same": a function of JAX, or an activation of ours, whose derivative is the equations'.
+    "border": a user's, whose derivative is its own. Nothing is replaced in it, but what reads its
+    operands within, such as the softmax of logits, is known.
+    """
+    ours = call.name == epilogue.forward.primitive.name
+    avals = tuple(v.aval for v in call.eqn.invars)
+    closed = _defined(call.params["spec"], avals) if ours else call.params.get("call_jaxpr")
+    if call.eqn.effects or closed is None or len(closed.jaxpr.invars) != len(call.ins):
+        return None, ""
+    eqns = closed.jaxpr.eqns
+    if ours:
+        return closed, "same"
+    names = {eqn.primitive.name for eqn in eqns}
+    if product_p.name in names and eqns[-1].primitive.name == "dot_general":
+        return closed, "product"
+    if any(name.startswith("normfuse_") for name in names):
+        return None, ""
+    own = call.name == "custom_jvp_call" and is_jaxs_own(call.eqn)
+    return closed, "same" if own else "border"
+
+
+@functools.lru_cache(maxsize=256)
+def _defined(spec: Any, avals: tuple[Any, ...]) -> Any:
+    """Returns the definition of an activation of ours; None on Explicit axes."""
+    if any(aval.sharding.mesh.explicit_axes for aval in avals):
+        return None
+    return jax.make_jaxpr(functools.partial(epilogue.define_forward, spec))(*avals)
 
 
 def is_jaxs_own(eqn: Any) -> bool:

@@ -23,7 +23,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import fuse
+from normfuse import dense, fuse
 from normfuse.layers.fuse import products
 
 pytestmark = pytest.mark.oldest
@@ -367,6 +367,65 @@ def test_meshes(mesh, args, split):
         assert len(count["fused"]) <= len(count["plain"]), count
         moved = {name: sum(c.bytes for c in found) for name, found in count.items()}
         assert moved["fused"] <= moved["plain"], count
+
+
+def placed_rows(subscripts, x, w):
+    """A product whose features are split, with its result as the function places it."""
+    return jnp.sin(jnp.einsum(subscripts, x, w, out_sharding=P("d")))
+
+
+F = 2 * E
+TENSOR_PARALLEL = {  # function, kernels' shapes and placements, and sites without and with FP8
+    "rows": (
+        lambda x, w, v: placed_rows("btf,fe->bte", jnp.tanh(x @ w), v),
+        [((E, F), P(None, "t")), ((F, E), P("t"))],
+        ({}, {"product": 2}),
+    ),
+    "transposed": (
+        lambda x, w, v: placed_rows("btf,ef->bte", jnp.tanh(x @ w), v),
+        [((E, F), P(None, "t")), ((E, F), P(None, "t"))],
+        ({}, {"product": 2}),
+    ),
+    "heads": (
+        lambda x, w, v: placed_rows(
+            "bthd,hde->bte", jnp.tanh(jnp.einsum("bte,ehd->bthd", x, w)), v
+        ),
+        [((E, 2, E), P(None, "t")), ((2, E, E), P("t"))],
+        ({}, {"product": 2}),
+    ),
+    "an mlp": (
+        lambda x, w, v: placed_rows("btf,fe->bte", jax.nn.silu(x @ w), v),
+        [((E, F), P(None, "t")), ((F, E), P("t"))],
+        ({"mlp": 1}, {"product": 1, "mlp": 1}),
+    ),
+    "of ours": (
+        lambda x, w, v: jnp.sin(dense(jnp.tanh(dense(x, w)), v, out_sharding=P("d", None, None))),
+        [((E, F), P(None, "t")), ((F, E), P("t"))],
+        ({}, {"product": 2}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_products_keep_the_sharding_that_they_are_given(name, eight_devices):
+    """On Explicit axes, where a product of features that are split has to be told its own."""
+    function, kernels, expected = TENSOR_PARALLEL[name]
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("d", "t"), kinds, devices=eight_devices[:4])
+    with jax.set_mesh(mesh):
+        arrays = fuse_cases.draws((2, 32, E), *[shape for shape, _ in kernels], scale=0.3)
+        specs = P("d"), *[spec for _, spec in kernels]
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
+        both = lambda f: jax.jit(jax.value_and_grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*args)
+        want = both(function)
+        for quantization, sites in zip((None, "fp8"), expected):
+            fused = Fused(function, quantization=quantization)
+            got = both(fused)
+            assert fused.served() == sites, fused
+            for a, b in zip(got[1], want[1], strict=True):
+                assert a.sharding == b.sharding
+                error = np.linalg.norm(a - b) / np.linalg.norm(b)
+                assert error < (0.3 if quantization else 1e-5)
 
 
 TWO_WAYS = {  # placements of the kernels gate and up, of down, and of x

@@ -1,0 +1,248 @@
+"""Choices: what a program decides by a value, so that rounding it takes other experts, say.
+
+A product whose result chooses stays as it is. One search, from the results back to the operands,
+finds every value that chooses:
+
+- Sorts, arguments of maxima, comparisons and casts to integers choose by their operands. A
+  comparison with a number does not where what it selects is the same on both sides of that number:
+  a leaky ReLU is one function, however it is written.
+- All that computes an array from elements or sums of its operands is followed, and so are calls,
+  loops, branches, and users' own derivatives: an operand chooses if a result does.
+- Products, convolutions and attention end the search. What they mix is the result of another
+  product, or an operand of one, which is asked by itself; else a token that is chosen from logits
+  would hold every layer before them.
+- What no list here has cannot be followed, and counts as a choice.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+from ...native import jax_private
+from ...native.jaxpr import bodies
+from .program import COMPARED, ELEMENTWISE, Equation, Left, Program
+
+Reasons = list[str | None]
+
+_CHOOSE = frozenset(
+    "approx_top_k argmax argmin ceil floor nextafter rem round sign sort top_k".split()
+)
+_ENDS = frozenset(
+    "conv_general_dilated debug_callback debug_print dot_general dot_product_attention_fwd "
+    "dot_product_attention_fwd_wrapper is_finite ragged_dot ragged_dot_general".split()
+)
+_MULTIPLY = "attention", "cross_entropy", "dense_layer", "product", "tangent"
+"""Operations of ours with one of these in their names end it likewise."""
+_LAID_OUT = frozenset(
+    "broadcast_in_dim convert_element_type copy copy_p expand_dims name optimization_barrier pcast "
+    "pvary reduce_precision reshape reshard sharding_constraint squeeze stop_gradient "
+    "transpose".split()
+)
+_FOLLOWED = _LAID_OUT | frozenset(
+    "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all asin "
+    "asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin cumprod "
+    "cumsum digamma div dynamic_slice dynamic_update_slice erf erf_inv erfc exp exp2 expm1 fft "
+    "gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg pad pbroadcast pmax "
+    "pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max reduce_min reduce_prod "
+    "reduce_scatter reduce_sum reduce_window reduce_window_max reduce_window_min "
+    "reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min scatter-mul "
+    "scatter_add scatter_max scatter_min scatter_mul select_and_scatter_add select_n sin "
+    "sinh slice split sqrt square stack sub tan tanh tile unstack".split()
+)
+
+
+def chosen(program: Program) -> Mapping[int, str]:
+    """Returns the values of a program that choose, with a sentence that says what chooses."""
+    if program.chosen is None:
+        root = program
+        while root.outer is not None:
+            root = root.outer
+        _read(root, [None] * len(root.results))
+    return program.chosen or {}
+
+
+def _read(g: Program, results: Reasons) -> Reasons:
+    """Returns why each operand of a program chooses, given why its results do."""
+    found = {v: why for v, why in zip(g.results, results) if why}
+    is_floating = lambda v: jnp.issubdtype(g.avals[v].dtype, jnp.floating)
+    for equation in reversed(g.equations):
+        name, outs = equation.name, equation.outs
+        unread = name in _FOLLOWED and found.keys().isdisjoint(outs)
+        if unread and (name != "convert_element_type" or is_floating(outs[0])):
+            continue  # nearly always
+        if name in _ENDS or equation in g.shadowing or not any(map(is_floating, equation.ins)):
+            continue
+        for v, why in _through(g, equation, [*map(found.get, outs)]):
+            if why and is_floating(v):
+                found.setdefault(v, why)
+    g.chosen = found
+    return [found.get(v) for v in g.inputs]
+
+
+def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[int, str | None]]:
+    """Yields the operands of an equation, and why they choose."""
+    name, ins = equation.name, equation.ins
+    why = next(filter(None, outs), None)
+    ours = name.startswith("normfuse_")
+    if ours and any(part in name for part in _MULTIPLY):
+        return
+    if name in COMPARED and _is_continuous(g, equation):
+        return
+    if name in _CHOOSE or name in COMPARED:
+        why = f"{name} chooses by its result"
+    elif name == "convert_element_type":
+        dtype = g.avals[equation.outs[0]].dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            why = f"a cast to {dtype.name} chooses by its result"
+    elif name == "pallas_call" and _multiplies(equation.eqn):
+        return
+    elif name != "pallas_call" and any(True for _ in bodies(equation.eqn)):
+        yield from zip(ins, _around(g, equation, outs))
+        return
+    elif name not in _FOLLOWED and not ours:
+        why = _unknown(name)
+    yield from ((v, why) for v in ins)
+
+
+def _unknown(name: str) -> str:
+    return f"its result goes to {name}, which is not followed"
+
+
+def _multiplies(eqn: Any) -> bool:
+    return any(
+        inner.primitive.name == "dot_general" or _multiplies(inner)
+        for _, _, body in bodies(eqn)
+        for inner in getattr(body, "jaxpr", body).eqns
+    )
+
+
+def _around(g: Program, equation: Equation, outs: Reasons) -> Reasons:
+    """Returns why each operand of a call, a loop or branches chooses."""
+    name, ins, params = equation.name, equation.ins, equation.params
+    programs = {(body.key, body.place): body.program for body in g.bodies.get(equation, ())}
+    for key, place, body in bodies(equation.eqn):
+        if (key, place) not in programs:
+            closed = body if hasattr(body, "consts") else ClosedJaxpr(body, ())
+            programs[key, place] = Program(closed)
+    if name == "cond":
+        found: Reasons = [None] * len(ins)
+        for program in programs.values():
+            found[1:] = [a or b for a, b in zip(found[1:], _read(program, outs))]
+        return found
+    if name == "scan":
+        (body,) = programs.values()
+        first, carried = jax_private.scan_counts(params, len(ins))
+        return _repeated(body, outs, first, carried)
+    if name == "while":
+        first, count = params["cond_nconsts"], params["body_nconsts"]
+        test, body = programs["cond_jaxpr", 0], programs["body_jaxpr", 0]
+        told = _read(test, [None])
+        outs = [a or b for a, b in zip(outs, told[first:])]
+        return [*told[:first], *_repeated(body, outs, count, len(outs))]
+    found = [None] * len(ins)
+    for program in programs.values():
+        if len(program.inputs) != len(ins) or len(program.results) != len(outs):
+            return [_unknown(name)] * len(ins)
+        found = [a or b for a, b in zip(found, _read(program, outs))]
+    return found
+
+
+def _repeated(body: Program, outs: Reasons, first: int, carried: int) -> Reasons:
+    """Returns why the operands of a loop's body choose, whose carry is the next turn's."""
+    outs, again = list(outs), True
+    while again:
+        found = _read(body, outs)
+        carry = [a or b for a, b in zip(outs, found[first : first + carried])]
+        again = [*map(bool, carry)] != [*map(bool, outs[:carried])]
+        outs[:carried] = carry
+    return [*found[:first], *outs[:carried], *found[first + carried :]]
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+def _is_continuous(g: Program, compared: Equation) -> bool:
+    """Whether nothing jumps where a comparison changes.
+
+    It compares a value u with a number t. Each result that it enters is computed at u = t, once as
+    if it were false and once as if it were true, by float64; all other values are drawn at random,
+    so that what is equal is so whatever they are. Tests for NaN and infinities choose nothing else.
+    """
+    a, b = compared.ins
+    if a == b:
+        return True
+    numbers = [g.number(a), g.number(b)]
+    if numbers.count(None) != 1:
+        return False
+    i = numbers.index(None)
+    u, t = compared.ins[i], numbers[1 - i]
+    assert t is not None
+    if not math.isfinite(t):
+        return True
+    made = g.maker.get(u)
+    first = -1 if made is None else made.index
+    stack, seen = [*compared.outs], set()
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v in g.results:
+            return False
+        for reader in g.readers.get(v, ()):
+            if reader.name in ("not", "and", "or", *_LAID_OUT):
+                stack += reader.outs
+                continue
+            known = {compared.outs[0]: 0.0, u: t}, {compared.outs[0]: 1.0, u: t}
+            try:
+                low, high = (_at(g, reader.outs[0], dict(env), first) for env in known)
+            except Left:
+                return False
+            if not abs(low - high) <= 1e-6 * max(abs(low), abs(high)):
+                return False
+    return True
+
+
+def _at(g: Program, v: int, known: dict[int, float], first: int) -> float:
+    """Returns a value where others are `known`; of what was made before `first`, a random one."""
+    if v not in known:
+        made, number = g.maker.get(v), g.number(v)
+        if number is not None:
+            known[v] = number
+        elif made is None or made.index <= first:
+            known[v] = float(np.random.default_rng(v).standard_normal())
+        else:
+            known[v] = _computed(g, made, known, first)
+    return known[v]
+
+
+def _computed(g: Program, made: Equation, known: dict[int, float], first: int) -> float:
+    name = made.name
+    if name == "custom_jvp_call" and made.outs[0] in g.shadows:
+        return _at(g, g.shadows[made.outs[0]], known, first)
+    if name not in _NUMBERS and name not in ("integer_pow", *_LAID_OUT):
+        raise Left(f"{name} is not computed")
+    operands = [_at(g, u, known, first) for u in made.ins]
+    if name in _LAID_OUT:
+        return operands[0]
+    if name == "integer_pow":
+        return operands[0] ** made.params["y"]
+    if name == "select_n":
+        return operands[1 + bool(operands[0])]
+    if name in ("and", "or", "not"):
+        return float(getattr(np, f"logical_{name}")(*operands))
+    with np.errstate(all="ignore"):
+        return float(_NUMBERS[name](*map(np.float64, operands)))
+
+
+_NUMBERS = ELEMENTWISE | {
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "expm1": np.expm1,
+    "log1p": np.log1p,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "tanh": np.tanh,
+}
