@@ -13,12 +13,11 @@ import numpy as np
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Left, Program, Site, called
+from .rows import ABSORBING, NUMBER, Row
 from .scores import Form, Mask, Operands, ScoreForms
 
 MASKED = -1e4
 """What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
-ABSORBING = 1e16
-"""Scores beside a number as large are rounded away in float64, too."""
 LARGEST_BIAS = 1e4
 """Of a number that is added to scores: beside larger ones float32 rounds the scores away."""
 
@@ -32,7 +31,8 @@ class Attention(Site):
         arranged to; v's is multiplied by `factor`.
       masks, biases: what is known at run time only; `fixed` a constant mask.
       added: the number that the mask adds to scores, where it does not replace them.
-      empty: what rows that see nothing are: "", "zero", "mean", "sum" or "nan".
+      empty: the weight of each value in rows that see nothing: NaN, 0, 1 over their number, …;
+        None where there are none, or where it is that of other rows.
     """
 
     parts: "Parts"
@@ -90,7 +90,7 @@ class Parts:
     causal: bool = False
     window: int | None = None
     fixed: Any = None
-    empty: str = ""
+    empty: float | None = None
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
@@ -153,7 +153,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
         factor=factor,
         softcap=softcap,
     )
-    _sort_masks(g, forms, form, parts)
+    _sort_masks(g, forms, form, forms.rows[value], parts)
     reads = [value for value, _ in parts.operands]
     reads += [m.value for m in parts.masks] + [b for b, *_ in parts.biases]
     lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
@@ -203,7 +203,7 @@ def _dtype(dtypes: Sequence[Any]) -> Any:
     return np.dtype(widest)
 
 
-def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None:
+def _sort_masks(g: Program, forms: ScoreForms, form: Form, row: Row, parts: Parts) -> None:
     """Sorts masks and biases into what is proved of them and what is known at run time only."""
     base = form.base
     batch, queries, heads, keys = parts.groups
@@ -241,7 +241,7 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
             together = together & (behind >= 0) & (behind <= high)
         parts.causal, parts.window, parts.fixed = classified(together)
         sees = bool(together.any(-1).all())
-    _sort_empty(form, parts, run_time, sees)
+    _sort_empty(form, row, parts, run_time, sees)
     changed = any(m.changed for m in base.masks)
     for bias, dims, factor in base.biases:
         if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
@@ -270,31 +270,23 @@ def _is_plain(forms: ScoreForms, v: int) -> bool:
     return not form.exp and not form.terms
 
 
-def _sort_empty(form: Form, parts: Parts, run_time: list[Mask], sees: bool) -> None:
+def _sort_empty(form: Form, row: Row, parts: Parts, run_time: list[Mask], sees: bool) -> None:
     """Finds out what rows are that see nothing, where there may be such rows."""
-    base = form.base
-    parts.masks = run_time
+    masks, parts.masks = form.base.masks, run_time
     if sees and not run_time:
         return
-    sums = False
-    if form.rounded is not None:  # a row of fills has the weights 1 where its log-sum-exp is one
-        fill = np.float64(base.masks[0].fill)
-        lse = fill + math.log(size(parts.groups[3]))
-        with np.errstate(over="ignore"):
-            sums = bool(fill.astype(form.rounded) == lse.astype(form.rounded))
-    if any(m.added for m in base.masks):
-        first, *others = base.masks
-        if others or not sees or first.fill == -math.inf:
+    if row.value == "mixed":
+        raise Left("what its rows are that see nothing is not one number")
+    if row.value == "shifted" or any(m.added for m in masks):
+        if len(masks) > 1 or not sees or masks[0].fill == -math.inf:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        parts.added, parts.empty = first.fill, "sum" if sums else ""
-        return
-    kinds = {"zero" if m.zero else "nan" if m.fill == -math.inf else m.fill for m in base.masks}
-    if kinds <= {"zero", "nan"} and len(kinds) == 1:
-        parts.empty = str(*kinds)
-    elif len(kinds) == 1 and not any(m.changed for m in base.masks):
-        parts.empty = "sum" if sums else "mean"
-    else:
-        raise Left("masks of several numbers, in rows that may see nothing")
+        parts.added = masks[0].fill
+    elif row.back[NUMBER] or any(m.changed for m in masks):
+        raise Left("rows that may see nothing have a gradient, or one that is NaN")
+    if row.number is not None:
+        mean = 1 / size(parts.groups[3])
+        same = np.asarray(mean, row.value.dtype) == row.value
+        parts.empty = mean if same else row.number
 
 
 def _band(g: Program, forms: ScoreForms, m: Mask, queries: list, keys: Labels):
@@ -392,7 +384,7 @@ def attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added)
 
     options = dict(causal=causal, window=window, softcap=softcap, scale=scale)
     plain = functools.partial(attention, bias=bias, mask=mask, **options)
-    if mask is None or not empty and added is None:
+    if mask is None or empty in (None, 0) and added is None:
         return plain(q, k, v)
     seen = mask
     if causal:
@@ -403,26 +395,24 @@ def attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added)
         # A number that all scores of a row have added changes nothing: such a row sees all keys.
         return attention(q, k, v, bias=bias, mask=mask | ~some[..., None], **options)
     rows = some.swapaxes(1, 2)[..., None]
+    wide = jnp.promote_types(v.dtype, jnp.float32)
     if added is not None:  # it absorbs them
 
         def general(q, k, v, bias, mask):
-            number = jnp.where(mask, 0.0, jnp.float32(added))
-            whole = number if bias is None else bias.astype(jnp.float32) + number
+            number = jnp.where(mask, 0, jnp.asarray(added, wide))
+            whole = number if bias is None else bias.astype(wide) + number
             y = attention(q, k, v, bias=whole, implementation="xla", **options)
-            return y * jnp.where(rows, 1, k.shape[1]).astype(y.dtype) if empty == "sum" else y
+            return y * jnp.where(rows, 1, empty * k.shape[1]).astype(y.dtype)
 
         specific = lambda q, k, v, bias, mask: attention(q, k, v, bias=bias, mask=mask, **options)
         return jax.lax.cond(jnp.all(some), specific, jax.checkpoint(general), q, k, v, bias, mask)
-    if empty == "zero":
-        return plain(q, k, v)
-    if empty == "nan":
+    if empty != empty:
         # The softmax of such a row is NaN for all keys. The mask stops its gradient to the scores,
         # and nothing the one to the values.
         head = jnp.any(~jnp.broadcast_to(rows, (*q.shape[:-1], 1)), 1, keepdims=True)
         head = jnp.any(head.reshape(*head.shape[:2], k.shape[2], -1), -1)[..., None]
         return jnp.where(rows, plain(q, k, _spoiled(v, head)), jnp.nan)
-    reduce = jnp.sum if empty == "sum" else jnp.mean
-    every = reduce(v.astype(jnp.promote_types(v.dtype, jnp.float32)), 1, keepdims=True)
+    every = empty * jnp.sum(v.astype(wide), 1, keepdims=True)
     y = plain(q, k, v)
     return jnp.where(rows, y, jnp.repeat(every.astype(y.dtype), q.shape[2] // k.shape[2], 2))
 
