@@ -275,9 +275,9 @@ def _sort_empty(form: Form, row: Row, parts: Parts, run_time: list[Mask], sees: 
     masks, parts.masks = form.base.masks, run_time
     if sees and not run_time:
         return
-    if row.value == "mixed":
+    if row.kind == "mixed":
         raise Left("what its rows are that see nothing is not one number")
-    if row.value == "shifted" or any(m.added for m in masks):
+    if row.kind == "shifted" or any(m.added for m in masks):
         if len(masks) > 1 or not sees or masks[0].fill == -math.inf:
             raise Left("a mask that is added, and others, in rows that may see nothing")
         parts.added = masks[0].fill

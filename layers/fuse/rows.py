@@ -38,8 +38,16 @@ class Row:
     back: tuple[int, int, int] = (ZERO, NUMBER, NAN)
 
     @property
+    def kind(self) -> str:
+        return _kind(self.value)
+
+    @property
     def number(self) -> float | None:
         return None if isinstance(self.value, str) else float(self.value)
+
+
+def _kind(value: Any) -> str:
+    return value if isinstance(value, str) else "number"
 
 
 MIXED = Row("mixed", False, (NAN, NAN, NAN))
@@ -136,11 +144,11 @@ def _masked(
 def _shifted(row: Row, number: float, dtype: Any) -> Row:
     """Scores without a mask before, with a number added where they are masked."""
     value = "shifted" if abs(number) < ABSORBING else np.asarray(number, dtype)
-    return replace(row, value=value) if row.value == "finite" else MIXED
+    return replace(row, value=value) if row.kind == "finite" else MIXED
 
 
 def _is_bad(value: Any) -> bool:
-    return value == "mixed" if isinstance(value, str) else not np.isfinite(value)
+    return value == "mixed" if isinstance(value, str) else not np.isfinite(float(value))
 
 
 def _times(back: Any, factor: Any) -> Any:
@@ -162,19 +170,19 @@ def _elementwise(made: Equation, rows: list[Row], own: list[bool], masked: bool,
         value = row.value if number else values[own.index(False, 1)]
         return Row(np.asarray(value, dtype), False, row.back if number else (ZERO,) * 3)
     value, numbers = "mixed", [v for v in values if not isinstance(v, str)]
+    kinds = {_kind(v) for v, is_own in zip(values, own) if is_own or not isinstance(v, str)}
     if len(numbers) == len(values):
         value = _computed(made, name, values).astype(dtype)
-    elif "mixed" not in values:
-        others = [v for v, is_own in zip(values, own) if is_own or not isinstance(v, str)]
-        large = [v for v in numbers if not abs(v) < ABSORBING]
+    elif "mixed" not in kinds:
+        large = [v for v in numbers if not abs(float(v)) < ABSORBING]
         if name in ("add", "sub") and large:  # what is added to it is lost
             plain = [np.asarray(0, dtype) if isinstance(v, str) else v for v in values]
             value = _computed(made, name, plain).astype(dtype)
         elif any(map(_is_bad, numbers)):
             pass
-        elif "shifted" in values:
-            value = "mixed" if "finite" in others else "shifted"
-        elif not masked and not (name == "div" and 0 in numbers):
+        elif "shifted" in kinds:
+            value = "mixed" if "finite" in kinds else "shifted"
+        elif not masked and not (name == "div" and 0 in map(float, numbers)):
             value = "finite"
     back = (ZERO,) * 3
     for i, row in enumerate(rows):
@@ -206,7 +214,7 @@ def _slope(name: str, values: list[Any], value: Any, i: int) -> Any:
             return values[1 - i]
         case "div":
             if any(isinstance(v, str) for v in values):
-                unknown = "mixed" in values or not isinstance(values[1], str) and values[1] == 0
-                return "mixed" if unknown or _is_bad(values[0]) else "finite"
+                by_zero = not isinstance(values[1], str) and values[1] == 0
+                return "mixed" if by_zero or any(map(_is_bad, values)) else "finite"
             return 1 / values[1] if i == 0 else values[0] / values[1] ** 2
     return "finite"
