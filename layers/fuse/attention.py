@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,6 +34,8 @@ class Attention(Site):
       added: the number that the mask adds to scores, where it does not replace them.
       empty: the weight of each value in rows that see nothing: NaN, 0, 1 over their number, …;
         None where there are none, or where it is that of other rows.
+      hidden: the number that masks write or, ("added", number), add, where a bias may be -inf; -inf
+        without a mask, too. None without such a bias.
     """
 
     parts: "Parts"
@@ -64,6 +67,7 @@ class Attention(Site):
             scale=p.scale,
             empty=p.empty,
             added=p.added,
+            hidden=p.hidden,
         )
         labels = [(l,) for l in atoms(p.out)]
         y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), self.dims)
@@ -91,6 +95,7 @@ class Parts:
     window: int | None = None
     fixed: Any = None
     empty: float | None = None
+    hidden: Any = None
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
@@ -241,6 +246,8 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, row: Row, parts: Part
             together = together & (behind >= 0) & (behind <= high)
         parts.causal, parts.window, parts.fixed = classified(together)
         sees = bool(together.any(-1).all())
+    if row.number is not None and np.asarray(1 / s, row.value.dtype) == row.value:
+        row = replace(row, value=np.float64(1 / s))  # a mean, without the rounding
     _sort_empty(form, row, parts, run_time, sees)
     changed = any(m.changed for m in base.masks)
     for bias, dims, factor in base.biases:
@@ -253,6 +260,8 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, row: Row, parts: Part
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
         two, known = two_valued(g, bias), g.const(bias)
+        if known is None and two is None or known is not None and np.isneginf(known).any():
+            parts.hidden = _hidden(base.masks, row, 1 / s)
         sizes = [n * factor for n in two[1:]] if two else []
         if known is not None and known.size:  # each query's largest: a mask may be lower
             along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))
@@ -262,6 +271,17 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, row: Row, parts: Part
         if parts.dtype.itemsize == 2 and (g.avals[bias].dtype != parts.dtype or factor != 1):
             raise Left(f"a bias of {g.avals[bias].dtype.name}, wider than its operands")
         parts.biases.append((bias, dims, factor))
+
+
+def _hidden(masks: Sequence[Mask], row: Row, mean: float) -> Any:
+    """Returns the one number that masks write or add, as `Attention.hidden` says it."""
+    found = {("added", m.fill) if m.added and m.fill > -math.inf else m.fill for m in masks}
+    if len(found) > 1 or any(m.changed and m.fill > -math.inf and not m.added for m in masks):
+        raise Left("a bias that may be -inf, and masks of several numbers")
+    number = found.pop() if found else -math.inf
+    if isinstance(number, tuple) and abs(number[1]) >= ABSORBING and row.number != mean:
+        raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
+    return number
 
 
 def _is_plain(forms: ScoreForms, v: int) -> bool:
@@ -284,9 +304,7 @@ def _sort_empty(form: Form, row: Row, parts: Parts, run_time: list[Mask], sees: 
     elif row.back[NUMBER] or any(m.changed for m in masks):
         raise Left("rows that may see nothing have a gradient, or one that is NaN")
     if row.number is not None:
-        mean = 1 / size(parts.groups[3])
-        same = np.asarray(mean, row.value.dtype) == row.value
-        parts.empty = mean if same else row.number
+        parts.empty = row.number
 
 
 def _band(g: Program, forms: ScoreForms, m: Mask, queries: list, keys: Labels):
@@ -362,7 +380,8 @@ def _summary(p: Parts) -> str:
 
 
 def _times(bias: Any, factor: float) -> Any:
-    return bias if factor == 1 else bias.astype(jnp.float32) * factor
+    wide = jnp.promote_types(bias.dtype, jnp.float32)
+    return bias if factor == 1 else bias.astype(wide) * factor
 
 
 @jax.custom_jvp
@@ -378,18 +397,59 @@ def _(primals: Any, tangents: Any) -> Any:
     return x, tangents[0] * jnp.where(wrong, jnp.nan, 1).astype(x.dtype)
 
 
-def attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added):
-    """`normfuse.attention`, with rows that see nothing as the user's own code has them."""
+def attend(q, k, v, bias, mask, *, hidden, **options):
+    """`normfuse.attention`, with rows that see nothing as the user's own code has them.
+
+    A bias of -inf at all keys that a row sees leaves it those that a mask hides by a number.
+    """
+    if hidden is None:
+        return _attend(q, k, v, bias, mask, **options)
+    from ..attention import attention
+
+    visible = _visible(q, k, mask, options["causal"], options["window"])
+    finite = bias > -jnp.inf
+    rows = lambda x: jnp.any(x, -1).swapaxes(1, 2)[..., None]
+    some = rows(visible & finite)
+    if hidden == -jnp.inf:
+        y = _attend(q, k, v, bias, mask, **options)
+        return y * jnp.where(rows(visible) & ~some, jnp.nan, 1).astype(y.dtype)
+    own = {name: options[name] for name in ("softcap", "scale")} | {"implementation": "xla"}
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+
+    def general(q, k, v, bias, mask):
+        if isinstance(hidden, tuple):
+            whole = bias.astype(wide) + jnp.where(visible, 0, jnp.asarray(hidden[1], wide))
+            y = attention(q, k, v, bias=whole, **own)
+            return y * jnp.where(rows(finite), 1, jnp.nan).astype(y.dtype)
+        y = _attend(q, k, v, bias, mask, **options)
+        lost = rows(visible) & ~some
+        y = y * jnp.where(lost & ~rows(~visible), jnp.nan, 1).astype(y.dtype)
+        other = attention(jnp.zeros_like(q), k, v, mask=~visible, **own)
+        return jnp.where(lost & rows(~visible), other, y)
+
+    specific = functools.partial(_attend, **options)
+    sees = jnp.all(some if isinstance(hidden, tuple) else some | ~rows(visible))
+    return jax.lax.cond(sees, specific, jax.checkpoint(general), q, k, v, bias, mask)
+
+
+def _visible(q: Any, k: Any, mask: Any, causal: bool, window: int | None) -> Any:
+    """Where scores are not masked, of 4 dimensions, of size 1 where it is the same along one."""
+    seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
+    if not causal:
+        return seen
+    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    return seen & ((behind >= 0) if window is None else (behind >= 0) & (behind < window))
+
+
+def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added):
+    """Where no bias is -inf for all keys that a row sees."""
     from ..attention import attention
 
     options = dict(causal=causal, window=window, softcap=softcap, scale=scale)
     plain = functools.partial(attention, bias=bias, mask=mask, **options)
     if mask is None or empty in (None, 0) and added is None:
         return plain(q, k, v)
-    seen = mask
-    if causal:
-        behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
-        seen = mask & ((behind >= 0) if window is None else (behind >= 0) & (behind < window))
+    seen = _visible(q, k, mask, causal, window)
     some = jnp.any(seen, -1)  # (batch, heads, queries), of size 1 where the mask has it
     if added is not None and abs(added) < ABSORBING:
         # A number that all scores of a row have added changes nothing: such a row sees all keys.
