@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,12 +14,11 @@ import numpy as np
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Left, Program, Site, called
+from .rows import ABSORBING, NUMBER, Row
 from .scores import Form, Mask, Operands, ScoreForms
 
 MASKED = -1e4
 """What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
-ABSORBING = 1e16
-"""Scores beside a number as large are rounded away in float64, too."""
 LARGEST_BIAS = 1e4
 """Of a number that is added to scores: beside larger ones float32 rounds the scores away."""
 
@@ -32,7 +32,10 @@ class Attention(Site):
         arranged to; v's is multiplied by `factor`.
       masks, biases: what is known at run time only; `fixed` a constant mask.
       added: the number that the mask adds to scores, where it does not replace them.
-      empty: what rows that see nothing are: "", "zero", "mean", "sum" or "nan".
+      empty: the weight of each value in rows that see nothing: NaN, 0, 1 over their number, …;
+        None where there are none, or where it is that of other rows.
+      hidden: the number that masks write or, ("added", number), add, where a bias may be -inf; -inf
+        without a mask, too. None without such a bias.
     """
 
     parts: "Parts"
@@ -64,6 +67,7 @@ class Attention(Site):
             scale=p.scale,
             empty=p.empty,
             added=p.added,
+            hidden=p.hidden,
         )
         labels = [(l,) for l in atoms(p.out)]
         y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), self.dims)
@@ -90,7 +94,8 @@ class Parts:
     causal: bool = False
     window: int | None = None
     fixed: Any = None
-    empty: str = ""
+    empty: float | None = None
+    hidden: Any = None
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
@@ -153,7 +158,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
         factor=factor,
         softcap=softcap,
     )
-    _sort_masks(g, forms, form, parts)
+    _sort_masks(g, forms, form, forms.rows[value], parts)
     reads = [value for value, _ in parts.operands]
     reads += [m.value for m in parts.masks] + [b for b, *_ in parts.biases]
     lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
@@ -206,7 +211,7 @@ def _dtype(dtypes: Sequence[Any]) -> Any:
     return np.dtype(widest)
 
 
-def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None:
+def _sort_masks(g: Program, forms: ScoreForms, form: Form, row: Row, parts: Parts) -> None:
     """Sorts masks and biases into what is proved of them and what is known at run time only."""
     base = form.base
     batch, queries, heads, keys = parts.groups
@@ -244,7 +249,9 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
             together = together & (behind >= 0) & (behind <= high)
         parts.causal, parts.window, parts.fixed = classified(together)
         sees = bool(together.any(-1).all())
-    _sort_empty(form, parts, run_time, sees)
+    if row.number is not None and np.asarray(1 / s, row.value.dtype) == row.value:
+        row = replace(row, value=np.float64(1 / s))  # a mean, without the rounding
+    _sort_empty(form, row, parts, run_time, sees)
     changed = any(m.changed for m in base.masks)
     for bias, dims, factor in base.biases:
         if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
@@ -256,6 +263,8 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
         two, known = two_valued(g, bias), g.const(bias)
+        if known is None and two is None or known is not None and np.isneginf(known).any():
+            parts.hidden = _hidden(base.masks, row, 1 / s)
         sizes = [n * factor for n in two.numbers] if two else []
         if known is not None and known.size:  # each query's largest: a mask may be lower
             along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))
@@ -267,37 +276,38 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
         parts.biases.append((bias, dims, factor))
 
 
+def _hidden(masks: Sequence[Mask], row: Row, mean: float) -> Any:
+    """Returns the one number that masks write or add, as `Attention.hidden` says it."""
+    found = {("added", m.fill) if m.added and m.fill > -math.inf else m.fill for m in masks}
+    if len(found) > 1 or any(m.changed and m.fill > -math.inf and not m.added for m in masks):
+        raise Left("a bias that may be -inf, and masks of several numbers")
+    number = found.pop() if found else -math.inf
+    if isinstance(number, tuple) and abs(number[1]) >= ABSORBING and row.number != mean:
+        raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
+    return number
+
+
 def _is_plain(forms: ScoreForms, v: int) -> bool:
     """Whether a value is a product itself, with nothing done to it."""
     form = forms.of[v]
     return not form.exp and not form.terms
 
 
-def _sort_empty(form: Form, parts: Parts, run_time: list[Mask], sees: bool) -> None:
+def _sort_empty(form: Form, row: Row, parts: Parts, run_time: list[Mask], sees: bool) -> None:
     """Finds out what rows are that see nothing, where there may be such rows."""
-    base = form.base
-    parts.masks = run_time
+    masks, parts.masks = form.base.masks, run_time
     if sees and not run_time:
         return
-    sums = False
-    if form.rounded is not None:  # a row of fills has the weights 1 where its log-sum-exp is one
-        fill = np.float64(base.masks[0].fill)
-        lse = fill + math.log(size(parts.groups[3]))
-        with np.errstate(over="ignore"):
-            sums = bool(fill.astype(form.rounded) == lse.astype(form.rounded))
-    if any(m.added for m in base.masks):
-        first, *others = base.masks
-        if others or not sees or first.fill == -math.inf:
+    if row.kind == "mixed":
+        raise Left("what its rows are that see nothing is not one number")
+    if row.kind == "shifted" or any(m.added for m in masks):
+        if len(masks) > 1 or not sees or masks[0].fill == -math.inf:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        parts.added, parts.empty = first.fill, "sum" if sums else ""
-        return
-    kinds = {"zero" if m.zero else "nan" if m.fill == -math.inf else m.fill for m in base.masks}
-    if kinds <= {"zero", "nan"} and len(kinds) == 1:
-        parts.empty = str(*kinds)
-    elif len(kinds) == 1 and not any(m.changed for m in base.masks):
-        parts.empty = "sum" if sums else "mean"
-    else:
-        raise Left("masks of several numbers, in rows that may see nothing")
+        parts.added = masks[0].fill
+    elif row.back[NUMBER] or any(m.changed for m in masks):
+        raise Left("rows that may see nothing have a gradient, or one that is NaN")
+    if row.number is not None:
+        parts.empty = row.number
 
 
 def _band(g: Program, forms: ScoreForms, m: Mask, queries: list, keys: Labels):
@@ -373,7 +383,8 @@ def _summary(p: Parts) -> str:
 
 
 def _times(bias: Any, factor: float) -> Any:
-    return bias if factor == 1 else bias.astype(jnp.float32) * factor
+    wide = jnp.promote_types(bias.dtype, jnp.float32)
+    return bias if factor == 1 else bias.astype(wide) * factor
 
 
 @jax.custom_jvp
@@ -389,43 +400,82 @@ def _(primals: Any, tangents: Any) -> Any:
     return x, tangents[0] * jnp.where(wrong, jnp.nan, 1).astype(x.dtype)
 
 
-def attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added):
-    """`normfuse.attention`, with rows that see nothing as the user's own code has them."""
+def attend(q, k, v, bias, mask, *, hidden, **options):
+    """`normfuse.attention`, with rows that see nothing as the user's own code has them.
+
+    A bias of -inf at all keys that a row sees leaves it those that a mask hides by a number.
+    """
+    if hidden is None:
+        return _attend(q, k, v, bias, mask, **options)
+    from ..attention import attention
+
+    visible = _visible(q, k, mask, options["causal"], options["window"])
+    finite = bias > -jnp.inf
+    rows = lambda x: jnp.any(x, -1).swapaxes(1, 2)[..., None]
+    some = rows(visible & finite)
+    if hidden == -jnp.inf:
+        y = _attend(q, k, v, bias, mask, **options)
+        return y * jnp.where(rows(visible) & ~some, jnp.nan, 1).astype(y.dtype)
+    own = {name: options[name] for name in ("softcap", "scale")} | {"implementation": "xla"}
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+
+    def general(q, k, v, bias, mask):
+        if isinstance(hidden, tuple):
+            whole = bias.astype(wide) + jnp.where(visible, 0, jnp.asarray(hidden[1], wide))
+            y = attention(q, k, v, bias=whole, **own)
+            return y * jnp.where(rows(finite), 1, jnp.nan).astype(y.dtype)
+        y = _attend(q, k, v, bias, mask, **options)
+        lost = rows(visible) & ~some
+        y = y * jnp.where(lost & ~rows(~visible), jnp.nan, 1).astype(y.dtype)
+        other = attention(jnp.zeros_like(q), k, v, mask=~visible, **own)
+        return jnp.where(lost & rows(~visible), other, y)
+
+    specific = functools.partial(_attend, **options)
+    sees = jnp.all(some if isinstance(hidden, tuple) else some | ~rows(visible))
+    return jax.lax.cond(sees, specific, jax.checkpoint(general), q, k, v, bias, mask)
+
+
+def _visible(q: Any, k: Any, mask: Any, causal: bool, window: int | None) -> Any:
+    """Where scores are not masked, of 4 dimensions, of size 1 where it is the same along one."""
+    seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
+    if not causal:
+        return seen
+    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    return seen & ((behind >= 0) if window is None else (behind >= 0) & (behind < window))
+
+
+def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added):
+    """Where no bias is -inf for all keys that a row sees."""
     from ..attention import attention
 
     options = dict(causal=causal, window=window, softcap=softcap, scale=scale)
     plain = functools.partial(attention, bias=bias, mask=mask, **options)
-    if mask is None or not empty and added is None:
+    if mask is None or empty in (None, 0) and added is None:
         return plain(q, k, v)
-    seen = mask
-    if causal:
-        behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
-        seen = mask & ((behind >= 0) if window is None else (behind >= 0) & (behind < window))
+    seen = _visible(q, k, mask, causal, window)
     some = jnp.any(seen, -1)  # (batch, heads, queries), of size 1 where the mask has it
     if added is not None and abs(added) < ABSORBING:
         # A number that all scores of a row have added changes nothing: such a row sees all keys.
         return attention(q, k, v, bias=bias, mask=mask | ~some[..., None], **options)
     rows = some.swapaxes(1, 2)[..., None]
+    wide = jnp.promote_types(v.dtype, jnp.float32)
     if added is not None:  # it absorbs them
 
         def general(q, k, v, bias, mask):
-            number = jnp.where(mask, 0.0, jnp.float32(added))
-            whole = number if bias is None else bias.astype(jnp.float32) + number
+            number = jnp.where(mask, 0, jnp.asarray(added, wide))
+            whole = number if bias is None else bias.astype(wide) + number
             y = attention(q, k, v, bias=whole, implementation="xla", **options)
-            return y * jnp.where(rows, 1, k.shape[1]).astype(y.dtype) if empty == "sum" else y
+            return y * jnp.where(rows, 1, empty * k.shape[1]).astype(y.dtype)
 
         specific = lambda q, k, v, bias, mask: attention(q, k, v, bias=bias, mask=mask, **options)
         return jax.lax.cond(jnp.all(some), specific, jax.checkpoint(general), q, k, v, bias, mask)
-    if empty == "zero":
-        return plain(q, k, v)
-    if empty == "nan":
+    if empty != empty:
         # The softmax of such a row is NaN for all keys. The mask stops its gradient to the scores,
         # and nothing the one to the values.
         head = jnp.any(~jnp.broadcast_to(rows, (*q.shape[:-1], 1)), 1, keepdims=True)
         head = jnp.any(head.reshape(*head.shape[:2], k.shape[2], -1), -1)[..., None]
         return jnp.where(rows, plain(q, k, _spoiled(v, head)), jnp.nan)
-    reduce = jnp.sum if empty == "sum" else jnp.mean
-    every = reduce(v.astype(jnp.promote_types(v.dtype, jnp.float32)), 1, keepdims=True)
+    every = empty * jnp.sum(v.astype(wide), 1, keepdims=True)
     y = plain(q, k, v)
     return jnp.where(rows, y, jnp.repeat(every.astype(y.dtype), q.shape[2] // k.shape[2], 2))
 

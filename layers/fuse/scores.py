@@ -35,6 +35,7 @@ from .labels import (
     size,
 )
 from .program import Equation, Left, Program, Site, at_ends
+from .rows import Row, row_of
 
 SCORES = "scores"
 
@@ -48,7 +49,6 @@ class Mask:
       keep: what they are where the scores stay.
       fill: the number. It has gone through what the scores went through.
       added: it is added to the scores, which then count in a row without any other.
-      zero: the exponentials were set to 0, so that such a row is 0.
       changed: a bias was added after it: a row of fills is not uniform.
     """
 
@@ -57,7 +57,6 @@ class Mask:
     keep: bool
     fill: float
     added: bool = False
-    zero: bool = False
     changed: bool = False
 
 
@@ -81,6 +80,8 @@ class Scores:
 class Term:
     """A function of scores that is constant along an axis: "max", "lse", "pick" or "total".
 
+    A maximum under `stop_gradient` is "stopped", another term: the two differ in their gradients.
+
     Attributes:
       labels: (value, labels) of the positions of a pick.
       outside: what such a position gives where it is outside the axis: "0", "clip", "nan", or
@@ -96,6 +97,7 @@ class Term:
 
 
 Terms = frozenset[tuple[Term, float]]
+MAXIMA = "max", "stopped"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,6 @@ class Form:
       mixed: the product with v, of an exponential.
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
       weights: what losses were multiplied by, before they were summed.
-      rounded: the dtype of scores - log-sum-exp, where no maximum was subtracted before.
     """
 
     base: Scores
@@ -142,7 +143,6 @@ class Form:
     mixed: Mixed | None = None
     safe: bool = False
     weights: tuple[Weight, ...] = ()
-    rounded: Any = None
 
     @property
     def soft(self) -> bool:
@@ -155,7 +155,7 @@ class Form:
             not self.exp
             and not self.along
             and bool(self.terms)
-            and all(t.kind == "max" for t, _ in self.terms)
+            and all(t.kind in MAXIMA for t, _ in self.terms)
         )
 
     @property
@@ -172,7 +172,11 @@ class Form:
             return False
         places = {(t.base, t.axis) for t, _ in self.terms}
         labels = {(t.labels, t.outside) for t, _ in self.terms if t.kind == "pick"}
-        return len(places) == 1 and len(labels) <= 1 and all(t.kind != "max" for t, _ in self.terms)
+        return (
+            len(places) == 1
+            and len(labels) <= 1
+            and all(t.kind not in MAXIMA for t, _ in self.terms)
+        )
 
 
 def plus(a: Terms, b: Terms, factor: float = 1.0) -> Terms:
@@ -203,6 +207,8 @@ class ScoreForms:
     def __init__(self, program: Program):
         self.program = program
         self.of: dict[int, Form] = {}
+        self.rows: dict[int, Row] = {}  # what those are that see nothing
+        self.applied: list[Any] = []  # the masks of one equation
         self.sides: dict[Equation, list[Dims]] = {}  # the labels of a product's operands
         self.made: set[int] = set()  # computed by sites of other domains
 
@@ -213,10 +219,13 @@ class ScoreForms:
         forms = [self.of.get(v) for v in equation.ins]
         if not any(forms) and rule not in (_dot, _call):
             return
+        self.applied = []
         form = rule(self, equation, *forms)
         out = self.program.avals[equation.outs[0]]
         if form is not None and tuple(map(size, form.dims)) == out.shape:
             self.of[equation.outs[0]] = form
+            row = row_of(self, equation, form, frozenset(self.applied))
+            self.rows[equation.outs[0]] = row
 
     def ends(self, kind: str, site_of: Any) -> Iterator[Site | tuple[int, str]]:
         """Yields what `at_ends` does of the Forms that have the property `kind`."""
@@ -370,11 +379,7 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
         if dims is None or (fb.mixed or fb.along and product) and sign < 0:
             return None
         along, terms = fa.along + sign * fb.along, plus(fa.terms, fb.terms, sign)
-        rounded, other = main.rounded, fb if main is fa else fa
-        subtracted = any(t.kind == "lse" for t, _ in other.terms) and not main.terms
-        if along and not product and subtracted:
-            rounded = g.program.avals[made.outs[0]].dtype
-        return replace(main, dims=dims, along=along, terms=terms, rounded=rounded)
+        return replace(main, dims=dims, along=along, terms=terms)
     for form, other, first in ((fa, made.ins[1], True), (fb, made.ins[0], False)):
         if form is None or form.dims and g.program.avals[made.outs[0]].ndim != len(form.dims):
             continue
@@ -401,7 +406,7 @@ def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
         return None
     if form.along and form.exp:
         pred, dims = _booleans(g, other, form)
-        return pred and _masked(g, form, pred, dims, True, -math.inf, zero=True)
+        return pred and _masked(g, form, pred, dims, True, -math.inf)
     if form.exp or form.summed:
         return None
     if form.along and not form.hot:
@@ -485,18 +490,16 @@ def _masked(
     keep: bool,
     fill: float,
     added: bool = False,
-    zero: bool = False,
 ) -> Form | None:
-    """scores where a mask has the value `keep`, `fill` elsewhere."""
+    """scores where a mask has the value `keep`, `fill` elsewhere; of exponentials 0 there."""
     if g.program.avals[pred].ndim == 0 or len(dims) != g.program.avals[pred].ndim:
         return None
-    if not zero and (form.terms or form.exp) or form.along != 1:
-        if not (form.exp and fill == -math.inf):
-            return None
+    if form.along != 1 or form.terms and not form.exp:
+        return None
     v, dims, *_ = g.peel(pred, dims)
     if not set(atoms(dims)) <= set(atoms(form.dims)):
         return None
-    again = functools.partial(_masked, g, fill=fill, added=added, zero=zero)
+    again = functools.partial(_masked, g, fill=fill, added=added)
     two = two_valued(g.program, v, dims)
     if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
         return again(form, two.mask, two.dims, yes == keep)
@@ -507,15 +510,10 @@ def _masked(
         if not added:
             first = again(form, made.ins[0], dims, keep)
             return first and again(first, made.ins[1], dims, keep)
-    mask, masks = Mask(v, dims, keep, fill, added, zero), form.base.masks
+    g.applied.append((v, dims, keep))
+    mask, masks = Mask(v, dims, keep, fill, added), form.base.masks
     if mask in masks:
         return form
-    if zero:  # scores that are 0 afterwards need no mask before
-        masks = tuple(
-            m
-            for m in masks
-            if m.added or m.fill > -math.inf or (m.value, m.dims, m.keep) != (v, dims, keep)
-        )
     return replace(form, base=replace(form.base, masks=(*masks, mask)))
 
 
@@ -558,7 +556,7 @@ def _select(g: ScoreForms, made: Equation, _: Any, no: Form | None, yes: Form | 
         if form.along == 1 and not form.exp and c < 0:
             return _masked(g, form, made.ins[0], form.dims, keep, c)
         if form.along and form.exp and c == 0:
-            return _masked(g, form, made.ins[0], form.dims, keep, -math.inf, zero=True)
+            return _masked(g, form, made.ins[0], form.dims, keep, -math.inf)
         if form.along and not form.exp and c == 0 and keep:
             return _one_hot(g, form, made.ins[0], form.dims)
         if form.is_loss and not form.summed and c == 0 and g.program.avals[made.ins[0]].ndim:
@@ -707,9 +705,9 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
     s = form.base
     match made.name:
         case "exp" if not form.exp and form.along in (0.0, 1.0) and not form.summed:
-            if form.along and any(t.kind == "max" and f != -1 for t, f in form.terms):
+            if form.along and any(t.kind in MAXIMA and f != -1 for t, f in form.terms):
                 return None  # 0.7 of a maximum: rows that see nothing are 0 / 0
-            bound = {"max", "lse"} & {t.kind for t, f in form.terms if f < 0}
+            bound = {*MAXIMA, "lse"} & {t.kind for t, f in form.terms if f < 0}
             return replace(form, exp=True, safe=bool(bound) or not form.along)
         case "log" if form.exp and not form.summed:
             return replace(form, exp=False)
@@ -718,7 +716,8 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
         case "abs" if form.exp:
             return form
         case "stop_gradient" if form.is_maximum:
-            return form
+            stopped = [frozenset([(replace(t, kind="stopped"), f)]) for t, f in form.terms]
+            return replace(form, terms=functools.reduce(plus, stopped))
         case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
             return replace(form, terms=plus(frozenset(), form.terms, -1.0))
         case "tanh" if form.along == 1 and not form.exp and not form.terms:

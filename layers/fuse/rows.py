@@ -1,0 +1,221 @@
+"""Rows of scores that see nothing: what a program makes of them, and of their gradients.
+
+All elements of such a row are masked, so they are one number, and what the program computes of
+them is computed here as the program does, in its dtypes: exp(c - c) / n is 1 / n, 0 / 0 is NaN,
+exp(c - (c + log n)) is 1 where c absorbs the logarithm. A gradient that comes back is a number or
+NaN; a select sets it to 0, a division by 0 makes NaN even of 0, and so on, down to the scores.
+
+What is not known that way is "mixed", and then proves nothing.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .constants import ELEMENTWISE
+from .labels import expand
+from .program import Equation
+
+ABSORBING = 1e16
+"""Scores beside a number as large are rounded away in float64, too."""
+ZERO, NUMBER, NAN = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An element of a row that sees nothing.
+
+    Attributes:
+      value: a number of the program's dtype; "finite": any, as scores without a mask are;
+        "shifted": such scores plus one number; "mixed": not known.
+      each: a masked element is that in every row, whatever else is in it.
+      back: what reaches the scores of a gradient that is ZERO, a NUMBER, or NAN here.
+    """
+
+    value: Any = "finite"
+    each: bool = True
+    back: tuple[int, int, int] = (ZERO, NUMBER, NAN)
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.value)
+
+    @property
+    def number(self) -> float | None:
+        return None if isinstance(self.value, str) else float(self.value)
+
+
+def _kind(value: Any) -> str:
+    return value if isinstance(value, str) else "number"
+
+
+MIXED = Row("mixed", False, (NAN, NAN, NAN))
+_LAYOUT = (
+    "transpose broadcast_in_dim reshape squeeze expand_dims convert_element_type copy name "
+    "sharding_constraint slice pvary pcast dot_general reduce_max reduce_sum gather"
+).split()
+
+
+def keys(form: Any) -> frozenset[Any]:
+    """Returns what a form's masks hide, whatever they write there."""
+    return frozenset((m.value, tuple(map(expand, m.dims)), m.keep) for m in form.base.masks)
+
+
+def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Row:
+    """Returns what an equation makes of rows that see nothing.
+
+    Args:
+      forms: the Forms and Rows of its operands.
+      made: the equation, whose result has the Form `form`.
+      applied: the masks that it applies.
+    """
+    out = forms.program.avals[made.outs[0]]
+    if made.name == "custom_jvp_call":
+        return _of_call(forms, made)
+    if made.name == "dot_general" and form.mixed is None:
+        return Row()
+    masks, rows = keys(form), []
+    for v in made.ins:
+        own, number = forms.of.get(v), forms.program.number(v)
+        if own is None:
+            rows.append(Row("finite" if number is None else np.asarray(number, out.dtype)))
+        else:
+            # Rows that see nothing by the result's masks see nothing by more masks, too.
+            rows.append(_within(forms.rows[v], keys(own), masks if not applied else keys(own)))
+    own = [v in forms.of for v in made.ins]
+    with np.errstate(all="ignore"):
+        if applied:
+            (i,) = [i for i, is_own in enumerate(own) if is_own]
+            before = keys(forms.of[made.ins[i]])
+            if made.name in ("add", "sub"):
+                first, *more = form.base.masks
+                return MIXED if before or more else _shifted(rows[i], first.fill, out.dtype)
+            return _masked(made, rows, i, before, applied, out.dtype)
+        if made.name in _LAYOUT:
+            row = rows[1 - form.mixed.side if made.name == "dot_general" else 0]
+            value = row.value
+            if row.number is not None:
+                count = forms.program.avals[made.ins[0]].size // max(out.size, 1)
+                value = np.asarray(value * (count if made.name == "reduce_sum" else 1))
+                value = value.astype(out.dtype)
+            bad = made.name == "reduce_max" and _is_bad(value)
+            back = (row.back[NAN],) * 3 if bad else row.back
+            return Row(value, row.each and not made.name.startswith("reduce"), back)
+        return _elementwise(made, rows, own, bool(masks), out.dtype)
+
+
+def _within(row: Row, own: frozenset[Any], masks: frozenset[Any]) -> Row:
+    if own >= masks:
+        return row
+    return replace(row, value="mixed" if own else "finite", each=False)
+
+
+def _of_call(forms: Any, made: Equation) -> Row:
+    """JAX's own softmax y: its derivative is y · (dx - Σ y · dx)."""
+    row, below = forms.rows[forms.program.shadows[made.outs[0]]], forms.rows.get(made.ins[0])
+    return MIXED if below is None else replace(row, back=_times(below.back, row.value))
+
+
+def _masked(
+    made: Equation, rows: list[Row], i: int, before: frozenset, applied: frozenset, dtype: Any
+) -> Row:
+    """A mask writes a number, multiplies by 0, or adds a number.
+
+    Rows that see nothing are those of all masks together, so what the one before has left in them
+    is the same number, or this mask alone hides them.
+    """
+    row, selected = rows[i], made.name == "select_n"
+    fill = np.asarray(rows[3 - i].value if selected else 0, dtype)
+    z, _, n = row.back
+    back, value = (z, z, z) if selected else (z, z, n), fill
+    if not selected and row.number is not None:
+        value = row.value * fill
+    alone = applied >= before  # no other mask hides a part of them
+    if not alone:
+        back = tuple(map(max, zip(back, row.back)))
+    if not (alone and (selected or before == applied or not _is_bad(row.value))):
+        same = row.number is not None and row.number == float(value)
+        if not (same and (row.each or applied <= before)):
+            value = "mixed"
+    return Row(value, selected or row.each or not before, back)
+
+
+def _shifted(row: Row, number: float, dtype: Any) -> Row:
+    """Scores without a mask before, with a number added where they are masked."""
+    value = "shifted" if abs(number) < ABSORBING else np.asarray(number, dtype)
+    return replace(row, value=value) if row.kind == "finite" else MIXED
+
+
+def _is_bad(value: Any) -> bool:
+    return value == "mixed" if isinstance(value, str) else not np.isfinite(float(value))
+
+
+def _times(back: Any, factor: Any) -> Any:
+    """What a gradient becomes that is multiplied by a number first."""
+    z, _, n = back
+    if _is_bad(factor):
+        return n, n, n
+    return (z, z, n) if not isinstance(factor, str) and factor == 0 else back
+
+
+def _elementwise(made: Equation, rows: list[Row], own: list[bool], masked: bool, dtype: Any) -> Row:
+    name = {"add_any": "add"}.get(made.name, made.name)
+    values = [r.value for r in rows]
+    if name == "select_n":  # logsumexp: rows of infinities have the maximum 0
+        row = rows[own.index(True)]
+        if row.number is None:
+            return row
+        number = np.isfinite(row.value)
+        value = row.value if number else values[own.index(False, 1)]
+        return Row(np.asarray(value, dtype), False, row.back if number else (ZERO,) * 3)
+    value, numbers = "mixed", [v for v in values if not isinstance(v, str)]
+    kinds = {_kind(v) for v, is_own in zip(values, own) if is_own or not isinstance(v, str)}
+    if len(numbers) == len(values):
+        value = _computed(made, name, values).astype(dtype)
+    elif "mixed" not in kinds:
+        large = [v for v in numbers if not abs(float(v)) < ABSORBING]
+        if name in ("add", "sub") and large:  # what is added to it is lost
+            plain = [np.asarray(0, dtype) if isinstance(v, str) else v for v in values]
+            value = _computed(made, name, plain).astype(dtype)
+        elif any(map(_is_bad, numbers)):
+            pass
+        elif "shifted" in kinds:
+            value = "mixed" if "finite" in kinds else "shifted"
+        elif not masked and not (name == "div" and 0 in map(float, numbers)):
+            value = "finite"
+    back = (ZERO,) * 3
+    for i, row in enumerate(rows):
+        if own[i]:
+            one = _times(row.back, _slope(name, values, value, i))
+            back = tuple(map(max, zip(back, one)))
+    if name == "stop_gradient":
+        back = (ZERO,) * 3
+    each = all(r.each for r, is_own in zip(rows, own) if is_own)
+    return Row(value, each, back)
+
+
+def _computed(made: Equation, name: str, values: list[Any]) -> Any:
+    if name == "integer_pow":
+        return np.asarray(values[0] ** made.params["y"])
+    if name in ("stop_gradient", "tanh"):
+        return np.asarray(np.tanh(values[0]) if name == "tanh" else values[0])
+    return np.asarray(ELEMENTWISE[name][0](*values))
+
+
+def _slope(name: str, values: list[Any], value: Any, i: int) -> Any:
+    """The derivative by an operand, or anything finite where it does not matter what."""
+    match name:
+        case "exp" | "integer_pow":
+            return value
+        case "log":
+            return 1 / values[0] if not isinstance(values[0], str) else values[0]
+        case "mul":
+            return values[1 - i]
+        case "div":
+            if any(isinstance(v, str) for v in values):
+                by_zero = not isinstance(values[1], str) and values[1] == 0
+                return "mixed" if by_zero or any(map(_is_bad, values)) else "finite"
+            return 1 / values[1] if i == 0 else values[0] / values[1] ** 2
+    return "finite"
