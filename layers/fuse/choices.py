@@ -24,7 +24,8 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 
 from ...native import jax_private
 from ...native.jaxpr import bodies
-from .program import COMPARED, ELEMENTWISE, Equation, Left, Program
+from .constants import ARITHMETIC, COMPARED, ELEMENTWISE
+from .program import Equation, Left, Program
 
 Reasons = list[str | None]
 
@@ -202,7 +203,7 @@ def _is_continuous(g: Program, compared: Equation) -> bool:
                 low, high = (_at(g, reader.outs[0], dict(env), first) for env in known)
             except Left:
                 return False
-            if not abs(low - high) <= 1e-6 * max(abs(low), abs(high)):
+            if not abs(low - high) <= ARITHMETIC * max(abs(low), abs(high)):
                 return False
     return True
 
@@ -239,7 +240,7 @@ def _computed(g: Program, made: Equation, known: dict[int, float], first: int) -
         return float(_NUMBERS[name](*map(np.float64, operands)))
 
 
-_NUMBERS = ELEMENTWISE | {
+_NUMBERS = {name: compute for name, (compute, _) in ELEMENTWISE.items()} | {
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "expm1": np.expm1,
     "log1p": np.log1p,

@@ -263,7 +263,7 @@ def kind_of(function: Any) -> str:
     """Returns what a function is that runs only after its call, or ""."""
     while isinstance(function, functools.partial):
         function = function.func
-    call = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)
+    call = function if inspect.isroutine(function) else type(function).__call__
     for each in (function, call):
         for name, test in _LATE.items():
             if test(each):
