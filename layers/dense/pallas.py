@@ -78,6 +78,7 @@ _WITHIN: dict[str, Callable[[Array, bool], Array]] = {
     "gelu": lambda x, short: 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5), short)),
     "mish": lambda x, _: x * jnp.tanh(_softplus(x)),
     "quick_gelu": lambda x, _: x * _sigmoid(1.702 * x),
+    "relu": lambda x, _: jnp.maximum(x, 0.0),
     "sigmoid": lambda x, _: _sigmoid(x),
     "silu": lambda x, _: x * _sigmoid(x),
     "softplus": lambda x, _: _softplus(x),

@@ -94,8 +94,7 @@ constexpr int kWeightBytes = 0;
 
 // Over this thread's part of a row; beyond the row's end dy is zero.
 __device__ inline Sums sums_of(const PartDy& dys, const PartX& xs,
-                               IF(CENTRED, Compute mean, )
-                                   [[maybe_unused]] const Weight& weight) {
+                               IF(CENTRED, Compute mean, ) [[maybe_unused]] const Weight& weight) {
   Sums sums{};
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
@@ -211,8 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if AHEAD
   wait_copies<STAGES - 1>();
   row_sums.post(sums_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows),
-                        IF(CENTRED, mean_row, )
-                            weight));
+                        IF(CENTRED, mean_row, ) weight));
 #endif
   // All threads of the block leave together: `row - row_group()` is the same for each.
   for (; row - row_group() < rows; row += stride) {
@@ -226,8 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       unsigned char* const next = stages + (stage + 1 == STAGES ? 0 : stage + 1) * kStageBytes;
       const bool there = row + stride < rows;
       row_sums.post(sums_of(PartDy(next + kDy, there), PartX(next + kX, there),
-                            IF(CENTRED, next_mean, )
-                                weight));
+                            IF(CENTRED, next_mean, ) weight));
     }
 #else
     wait_copies<STAGES - 1>();

@@ -228,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
              [&](int r, Compute mean) { return square_sum(hs[r], mean); }, rest, means, inverse);
 #elif STATISTICS
 #pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r)
-      inverse.at[r] = square_sum(hs[r]);
+    for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = square_sum(hs[r]);
     row_sums.post(inverse);
     inverse = row_sums.total();
 #endif
