@@ -196,11 +196,3 @@ def test_the_layer_in_two_parts_runs():
     _, parts = blocks("docs/guides/parallelism.md")
     names = run("docs/guides/parallelism.md", parts)
     np.testing.assert_allclose(names["y"], names["layer"](names["w"], names["x"]), rtol=1e-5)
-
-
-@pytest.mark.newest
-def test_the_loss_guide_runs_from_top_to_bottom():
-    names = {}
-    for block in blocks("docs/guides/loss.md"):
-        names = run("docs/guides/loss.md", block, **names)
-    assert names["gradient"].shape == names["kernel"].shape
