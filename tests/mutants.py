@@ -747,6 +747,18 @@ MUTANTS = [
         'turned = name.endswith(".kernel")',
         "tests/models/test_huggingface.py::test_logits_are_those_recorded[llama-eqx]",
     ),
+    Mutant(  # an older index comes first
+        "models/huggingface.py",
+        "if single.exists():",
+        "if single.exists() and not index.exists():",
+        "tests/models/test_huggingface.py::test_a_single_file_is_read_rather_than_an_older_index",
+    ),
+    Mutant(
+        "models/generate.py",
+        "jnp.arange(logits.shape[-1]) < (",
+        "jnp.arange(logits.shape[-1]) <= (",
+        "tests/models/test_generate.py::test_of_equally_likely_tokens_the_first_is_taken[1.0-1.0-1]",
+    ),
     Mutant(
         "models/sharding.py",
         "return P(*reversed(spec)) if transposed else spec",
@@ -783,6 +795,12 @@ MUTANTS = [
         ".seed(seed).shuffle().repeat()",
         ".seed(seed).shuffle().repeat(reseed_each_epoch=False)",
         "tests/train/test_data.py::test_every_pass_reads_every_window_once_in_its_own_order",
+    ),
+    Mutant(
+        "train/tokenizer.py",
+        "1 + max(self._tokenizer.get_vocab().values(), default=-1)",
+        "self._tokenizer.get_vocab_size()",
+        "tests/train/test_tokenizer.py::test_the_vocabulary_reaches_to_the_largest_token",
     ),
     Mutant(
         "train/checkpoint.py",

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import tyro
 
@@ -297,7 +297,7 @@ def defaults(argv: list[str]) -> TrainConfig:
     settings = {} if path is None else _read_yaml(expanded(path, "--config"))
     preset = preset or settings.get("preset")
     # tyro reports an unknown one
-    config = preset_config(preset if preset in get_args(Preset) else "tiny")
+    config = preset_config(cast(Preset, preset if preset in get_args(Preset) else "tiny"))
     if path is not None:
         before = flat(as_dict(config))
         words = [_word(name, value, before.get(name, ...)) for name, value in settings.items()]

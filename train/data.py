@@ -321,11 +321,6 @@ def _character_start(content: bytes, at: int) -> int:
     return at
 
 
-def looks_binary(text: Text) -> bool:
-    """Returns whether the text holds zero bytes: a model can learn them, but text has none."""
-    return bool((text.raw_train[:65_536] == 0).any())
-
-
 def _check_length(
     source: str,
     train: np.ndarray,

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
@@ -58,16 +58,11 @@ class Display:
         """Prints a labelled fact about the run."""
         self._print(Text(f"{label:<12}", style="cyan").append(printable(value), style="default"))
 
-    def show(self, drawing: RenderableType, plain: str) -> None:
-        """Prints a drawing on a terminal, and its text elsewhere."""
-        terminal = self.console.is_terminal
-        self._print(drawing if terminal else Text(f"\n{printable(plain)}\n"), not terminal)
-
-    def _print(self, drawing: RenderableType, soft_wrap: bool = True) -> None:
+    def _print(self, text: Text) -> None:
         if not self._quiet:
             # A reader that has left, or a log on a full disk, must not end the run.
             with contextlib.suppress(OSError, SystemExit):  # rich exits on a broken pipe
-                self.console.print(drawing, soft_wrap=soft_wrap)
+                self.console.print(text, soft_wrap=True)
 
     def start(self) -> None:
         """Shows the bar, on a terminal."""
@@ -119,13 +114,6 @@ def short(number: float) -> str:
         if number >= 0.9995 * size:  # else "1e+03" of the unit below
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
-
-
-def first_rows(text: str, rows: int, width: int) -> str:
-    """Returns the beginning of a text, as many rows as a terminal of this width has for it."""
-    lines = text.splitlines()
-    wrapped = [line[i : i + width] for line in lines for i in range(0, len(line) or 1, width)]
-    return "\n".join(wrapped if len(wrapped) <= rows else [*wrapped[: rows - 1], "…"])
 
 
 def shell_command(command: str) -> str:

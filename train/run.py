@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text as RichText
 
 from ..models.config import num_parameters
 from ..models.functional import Params, build
@@ -25,13 +23,13 @@ from ..models.sharding import Sharding
 from ..native.compiler import compilations
 from ..native.implementation import fallbacks
 from . import RunError, UsageError, distributed, plot, run_dir
-from .arguments import expanded, printable, reason
+from .arguments import expanded, reason
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, guard_limit, make_record
 from .compilation import explained, implementations, keep_compiled_programs, lower
 from .config import OptimConfig, TrainConfig, absolute, dump
-from .data import Text, batches, looks_binary, prompt_of, read, reference_bits_per_byte
-from .display import Display, first_rows, quoted, shell_command, short
+from .data import Text, batches, prompt_of, read, reference_bits_per_byte
+from .display import Display, quoted, shell_command, short
 from .evaluate import Evaluator, Validation
 from .generation import sample
 from .lock import FolderLock
@@ -45,7 +43,7 @@ from .step import Program, State, make_optimizer, schedule
 from .tokenizer import Bpe
 
 _FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
-_SAMPLE_ROWS = 12  # lines of a sample on the terminal; sample.txt has all
+_SAMPLE = 1000  # characters of a sample that are printed; sample.txt has all
 _LAST_STEPS = 20  # the run prints their mean loss at the end
 
 
@@ -190,10 +188,6 @@ class Run:
         packed = "" if documents is None else f"{documents:,} documents, "
         fact("text", f"{text.name}, {files}{packed}{len(text):,} bytes")
         fact("sha256", text.sha256)
-        if looks_binary(text):
-            self.display.note(
-                "the text holds zero bytes: is it binary? The model learns it as bytes.", "yellow"
-            )
         axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         kind = mesh.devices.flat[0].device_kind
         if config.mesh.keep_gathered and (mesh.shape["fsdp"] == 1 or config.model.remat == "none"):
@@ -385,9 +379,8 @@ class Run:
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
         self.display.stop()
         if drawn is not None:
-            drawn = first_rows(printable(drawn), _SAMPLE_ROWS, self.display.console.width - 4)
-            panel = Panel(RichText(drawn), title="sample", title_align="left", border_style="dim")
-            self.display.show(panel, f"sample:\n{drawn}")
+            shown = drawn if len(drawn) <= _SAMPLE else f"{drawn[:_SAMPLE]}…"
+            self.display.note(f"\nsample:\n{shown}\n")
         written = {
             "checkpoint": out.checkpoints / str(config.steps),
             "metrics": out.metrics,

@@ -2,8 +2,8 @@
 
 Your own CUDA code becomes a JAX operation, with a definition in plain JAX that runs everywhere.
 
-Run it: `python docs/guides/add_kernel.py`. It needs no GPU: the CUDA code is compiled, and the
-definition computes the results. CI checks every statement below.
+Run it: `python docs/guides/add_kernel.py`. It needs the extra `cuda13`, but no GPU: the CUDA code
+is compiled, and the definition computes the results. CI checks every statement below.
 
 The operation is a soft cap, y = cap · tanh(x / cap), which some models put on their logits.
 """

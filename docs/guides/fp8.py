@@ -1,8 +1,8 @@
 """FP8 in an nnx model, in an Equinox model, and in the trainer.
 
-Run it: `python docs/guides/fp8.py`. CI checks every statement below, on a CPU: it quantizes to the
-same FP8 numbers as a GPU does, and multiplies them in the compute dtype. FP8 products need compute
-capability 8.9 (Ada, Hopper, Blackwell).
+Run it: `python docs/guides/fp8.py`. It needs the extra `train`. CI checks every statement below, on
+a CPU: it quantizes to the same FP8 numbers as a GPU does, and multiplies them in the compute dtype.
+FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell).
 """
 
 import pathlib

@@ -1,7 +1,8 @@
 """A whole training step in Equinox: a Llama-like model, and everything around it.
 
-Run it: `python docs/guides/recipe_equinox.py`. It emulates four devices; on four GPUs the same code
-runs unchanged. CI checks every statement below. In nnx: docs/guides/recipe_nnx.py.
+Run it: `python docs/guides/recipe_equinox.py`. It needs the extra `train`, and emulates
+four devices; on four GPUs the same code runs unchanged. CI checks every statement below. In
+nnx: docs/guides/recipe_nnx.py.
 """
 
 import os

@@ -1,7 +1,8 @@
 """A whole training step in nnx: a Llama-like model, and everything around it.
 
-Run it: `python docs/guides/recipe_nnx.py`. It emulates four devices; on four GPUs the same code
-runs unchanged. CI checks every statement below. In Equinox: docs/guides/recipe_equinox.py.
+Run it: `python docs/guides/recipe_nnx.py`. It needs the extra `train`, and emulates
+four devices; on four GPUs the same code runs unchanged. CI checks every statement below. In
+Equinox: docs/guides/recipe_equinox.py.
 """
 
 import os

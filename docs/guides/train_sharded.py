@@ -2,8 +2,8 @@
 
 First a step of your own with normfuse's operations in it, then the trainer that comes with it.
 
-Run it: `python docs/guides/train_sharded.py`. It emulates eight devices; on eight GPUs the same
-code runs unchanged. CI checks every statement below.
+Run it: `python docs/guides/train_sharded.py`. It needs the extra `train`, and
+emulates eight devices; on eight GPUs the same code runs unchanged. CI checks every statement below.
 """
 
 import os

@@ -87,6 +87,11 @@ def test_every_document_that_is_named_exists():
     assert not missing
 
 
+def test_the_handlers_for_an_allow_list_are_those_of_the_extension():
+    table = found(r"`(normfuse_\w+)`", [ROOT / "docs" / "security.md"])
+    assert table == found(r'"(normfuse_\w+)"', [ROOT / "native" / "bindings.cc"])
+
+
 def test_the_reference_has_every_public_name():
     reference = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     names = [f"normfuse.{name}" for name in normfuse.__all__ if name != "__version__"]

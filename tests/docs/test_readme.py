@@ -168,13 +168,9 @@ def test_the_elementwise_op_runs(tmp_path, monkeypatch):
 
 def test_the_microbatches_run():
     block, of_nnx = (b for b in blocks("docs/guides/dense.md") if "accumulate_gradients" in b)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 4)), jnp.float32)
-    params = {"kernel": jnp.ones((4, 3))}
-    given = {"jax": jax, "jnp": jnp, "x": x, "params": params, "dense": normfuse.dense}
-    given["accumulate_gradients"] = normfuse.accumulate_gradients
-    names = run("docs/guides/dense.md", block, **given)
-    loss, gradients = jax.value_and_grad(names["loss_fn"])(params, x)
-    # float32 means of 48 terms, in another order
+    names = run("docs/guides/dense.md", block)
+    loss, gradients = jax.value_and_grad(names["loss_fn"])(names["params"], names["x"])
+    # float32 means of 512 terms, in another order
     np.testing.assert_allclose(names["loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(names["gradients"]["kernel"], gradients["kernel"], rtol=1e-5)
     names = run("docs/guides/dense.md", of_nnx, jnp=jnp)
@@ -191,6 +187,7 @@ def test_the_fp8_product_runs():
 
 def test_the_sharded_model_runs(eight_devices):
     sharded, _ = blocks("docs/guides/parallelism.md")
+    sharded = re.sub(r"jax.config.update\(.*", "", sharded)  # the devices are there
     y = run("docs/guides/parallelism.md", sharded)["y"]
     assert y.shape == (8, 16, 256) and len(y.sharding.device_set) == 8
 
@@ -199,11 +196,3 @@ def test_the_layer_in_two_parts_runs():
     _, parts = blocks("docs/guides/parallelism.md")
     names = run("docs/guides/parallelism.md", parts)
     np.testing.assert_allclose(names["y"], names["layer"](names["w"], names["x"]), rtol=1e-5)
-
-
-@pytest.mark.newest
-def test_the_loss_guide_runs_from_top_to_bottom():
-    names = {}
-    for block in blocks("docs/guides/loss.md"):
-        names = run("docs/guides/loss.md", block, **names)
-    assert names["gradient"].shape == names["kernel"].shape

@@ -264,16 +264,6 @@ def test_implementation_that_cannot_serve_is_usage(train, nothing_compiled, monk
     _assert_usage_error(code, error, ["--implementation", "Tuesday"])
 
 
-def test_binary_text_is_learned_and_said(train, tmp_path, monkeypatch):
-    from normfuse.train.run import Run
-
-    monkeypatch.setattr(Run, "go", lambda run, stack: run.introduce())
-    path = tmp_path / "binary"
-    path.write_bytes(bytes(range(256)) * 20)
-    code, out, _ = train(**{"data.path": path})
-    assert code == 0 and "is it binary?" in out
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import yaml
 
-from normfuse.train.display import first_rows
-
 pytestmark = pytest.mark.oldest
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -36,12 +34,6 @@ def test_run_leaves_metrics_plot_sample_checkpoint(finished, lines):
     mean = np.mean([x["loss"] for x in steps])
     assert re.match(rf"loss +{mean:.4f} nats/token, .* \(mean of the last 6 steps\)$", training)
     assert validation.startswith(f"validation  loss {checks[-1]['val_loss']:.4f} nats/token")
-
-
-def test_a_sample_shows_twelve_rows_at_most():
-    rows = first_rows("\n".join(["ab" * 30, "", *"cdefghijklmnop"]), 12, 40)
-    assert rows.splitlines() == ["ab" * 20, "ab" * 10, "", *"cdefghij", "…"]
-    assert first_rows("\n".join("abcdefghijkl"), 12, 40) == "\n".join("abcdefghijkl")
 
 
 def test_piped_output_is_plain_lines(finished):
