@@ -347,10 +347,11 @@ def _step(eqn: Any, given: Sequence[Any]) -> list[Any]:
         if eqn.primitive is kernel_p:
             return [*kernel]
         if name in _FOLLOWED:
-            moved = [results_of(eqn, [array, *others]) for array in kernel]
-            return [_Kernel(*arrays) for arrays in zip(*moved)]
+            (value,), (zeros,) = (results_of(eqn, [array, *others]) for array in kernel)
+            return [_Kernel(value, zeros)]
         if name == "name":  # remat keeps named values, and need not keep the zeros
-            return [_Kernel(*results_of(eqn, [kernel.value]), kernel.zeros)]
+            (value,) = results_of(eqn, [kernel.value])
+            return [_Kernel(value, kernel.zeros)]
     return results_of(eqn, _plain(given))
 
 
@@ -367,7 +368,7 @@ def _scan(eqn: Any, given: Sequence[Any]) -> list[Array]:
     first, carries = jax_private.scan_counts(params, len(given))
     constants, sliced = given[:first], given[first + carries :]
 
-    def step(carry: list[Array], slices: list[Any]) -> tuple[list[Array], list[Array]]:
+    def step(carry: list[Array], slices: Sequence[Any]) -> tuple[list[Array], list[Array]]:
         results = _plain(evaluate(params["jaxpr"], [*constants, *carry, *slices], _step))
         return results[:carries], results[carries:]
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..layers.attention import attention
+from ..native.dtypes import compute_dtype
 from .config import AttentionImplementation, RopeScaling, TransformerConfig
 from .side_by_side import pause
 
@@ -62,12 +63,12 @@ def rope_table(
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
         frequencies = _scaled(frequencies, scaling)
-    angles = _positions(start, seq).astype(jnp.float32)[..., None] * frequencies
+    angles = jnp.multiply.outer(_positions(start, seq).astype(jnp.float32), frequencies)
     return Rope(jnp.cos(angles), jnp.sin(angles), start)
 
 
 def _positions(start: Array | int, seq: int) -> Array:
-    return jnp.asarray(start)[..., None] + jnp.arange(seq, dtype=jnp.int32)  # ([batch,] seq)
+    return jnp.add.outer(jnp.asarray(start), jnp.arange(seq, dtype=jnp.int32))  # ([batch,] seq)
 
 
 def _scaled(frequencies: Array, scaling: RopeScaling) -> Array:
@@ -90,8 +91,9 @@ def rotate(x: Array, rope: Rope) -> Array:
       rope: of the `seq` positions, for all sequences or for each.
     Returns: an array of the shape and dtype of `x`.
     """
-    cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]  # the same for every head
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
+    of_heads = lambda t: t[:, :, None] if t.ndim == 3 else t[None, :, None]  # alike for all
+    cos, sin = of_heads(rope.cos), of_heads(rope.sin)
+    first, second = jnp.split(x.astype(compute_dtype(x.dtype)), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
@@ -166,15 +168,16 @@ def _attend_past(
     q = q.reshape(batch, seq, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, kv_heads, group * seq, width)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (batch, kv_heads, length, head_dim)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = compute_dtype(q.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     scores = product("bkrh,bksh->bkrs", q, k) * (width**-0.5 if scale is None else scale)
     scores = soft_capped(scores, softcap)
     positions = jnp.tile(_positions(start, seq), group)[..., None]
-    seen = jnp.arange(length) <= positions  # ([batch,] group * seq, length)
+    keys = jnp.expand_dims(jnp.arange(length), range(positions.ndim - 1))
+    seen = keys <= positions  # ([batch,] group * seq, length)
     if window is not None:
-        seen &= jnp.arange(length) > positions - window
-    seen = jnp.expand_dims(seen, -3)  # the same for every head
+        seen &= keys > positions - window
+    seen = seen.reshape(-1, 1, *seen.shape[-2:])  # the same for every head
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     out = product("bkrs,bksh->bkrh", weights.astype(v.dtype), v).astype(v.dtype)
     out = out.reshape(batch, kv_heads, group, seq, width).transpose(0, 3, 1, 2, 4)

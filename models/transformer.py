@@ -19,6 +19,7 @@ from ..layers.cross_entropy import linear_cross_entropy
 from ..layers.dense.fp8 import products_saveable
 from ..layers.dense.matmul import shared
 from ..layers.quantization import kernel_codes_saveable
+from ..native.dtypes import compute_dtype
 from ..native.implementation import requested
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate, soft_capped
 from .config import TransformerConfig
@@ -330,7 +331,7 @@ def _unembed_backward(residuals: tuple[Array, Array, Array], dlogits: Array) -> 
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
-    wide = jnp.promote_types(a.dtype, jnp.float32)
+    wide = compute_dtype(a.dtype)
     return jnp.einsum(equation, a, b, preferred_element_type=wide)
 
 

@@ -41,6 +41,12 @@ def compute_dtype(*dtypes: jax.typing.DTypeLike | None) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if float64 else jnp.float32)
 
 
+def promoted(a: jax.typing.DTypeLike, b: jax.typing.DTypeLike) -> jnp.dtype:
+    """Returns the dtype that holds the values of both, also where JAX's promotion is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
 def holds(dtype: jax.typing.DTypeLike, other: jax.typing.DTypeLike) -> bool:
     """Returns whether every value of `other` is a value of `dtype`."""
     a, b = jnp.finfo(dtype), jnp.finfo(other)
@@ -68,7 +74,7 @@ def _rounded(parameter: jax.Array, dtype: jnp.dtype) -> jax.Array:
     value = jax.lax.reduce_precision(wide, info.nexp, info.nmant)
     if info.nexp == jnp.finfo(wide.dtype).nexp:
         return value
-    small = jnp.abs(wide) < info.smallest_normal
+    small = jnp.abs(wide) < float(info.smallest_normal)
     return jnp.where(small, wide.astype(dtype).astype(wide.dtype), value)
 
 

@@ -459,6 +459,12 @@ MUTANTS = [
         "tests/layers/test_elementwise.py"
         "::test_compositions_keep_nan_infinities_and_signed_zeros[0]",
     ),
+    Mutant(
+        "native/dtypes.py",
+        "float(info.smallest_normal)",
+        "info.smallest_normal",
+        "tests/layers/test_strict.py::test_every_op_under_strict_settings[rms_norm before]",
+    ),
     # ---------------------------------------------------------------- layers: accumulation
     Mutant(
         "layers/dense/matmul.py",

@@ -173,7 +173,7 @@ def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Ar
         s = spec.softcap * jnp.tanh(s / spec.softcap)
     if given.bias is not None:
         s += given.bias.astype(wide)
-    seen = _seen(spec, given, jnp.arange(q.shape[-4]), jnp.arange(k.shape[-3]))
+    seen = _seen(spec, given, jnp.arange(q.shape[-4]), jnp.arange(k.shape[-3]), s.ndim)
     if seen is not None:
         s = jnp.where(seen, s, -jnp.inf)
     most = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
@@ -222,14 +222,15 @@ def square_tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> li
     return [jax.jvp(function, operands, tuple(tangents))[1]]
 
 
-def _seen(spec: Spec, given: Extras, rows: Array, keys: Array) -> Array | None:
+def _seen(spec: Spec, given: Extras, rows: Array, keys: Array, ndim: int) -> Array | None:
     """Returns whether each of `rows` sees each of `keys` (positions); None if all do.
 
-    `given` has all dimensions of scores.
+    `given` has all `ndim` dimensions of scores, as the result has.
     """
     parts = []
+    rows, keys = (jnp.expand_dims(a, range(ndim - 1)) for a in (rows, keys))
     if spec.causal:
-        behind = rows[:, None] - keys
+        behind = jnp.swapaxes(rows, -1, -2) - keys
         parts.append(behind >= 0)
         if spec.window is not None:
             parts.append(behind < spec.window)
@@ -414,9 +415,10 @@ class _Tiles:
             None if given.mask is None else cut(given.mask),
             None if given.segments is None else (cut(given.segments[0]), cut(given.segments[1])),
         )
-        seen = _seen(self.spec, given, rows, keys)
+        ndim = len(self.d.batch) + 4
+        seen = _seen(self.spec, given, rows, keys, ndim)
         if self.key_blocks * self.keys_ > self.sizes[self.d.keys]:
-            real = keys < self.sizes[self.d.keys]
+            real = jnp.expand_dims(keys < self.sizes[self.d.keys], range(ndim - 1))
             seen = real if seen is None else seen & real
         return seen
 

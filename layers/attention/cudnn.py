@@ -427,7 +427,8 @@ class _Call:
         (operand,) = self.operands
         seen = operand if operand.dtype == bool else operand > _HIDDEN[operand.dtype.name]
         if self._spec.causal:
-            seen &= reached(self._spec, seen.shape[-2], seen.shape[-1])
+            near = reached(self._spec, seen.shape[-2], seen.shape[-1])
+            seen &= jnp.expand_dims(near, range(seen.ndim - 2))
         return jnp.any(seen, axis=-1)
 
     def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
@@ -493,7 +494,7 @@ class _PackedCall(_Call):
 
 def reached(spec: Spec, length: int, keys: int) -> Array:
     """Returns the keys that `causal` and `window` leave to each query."""
-    behind = jnp.arange(length)[:, None] - jnp.arange(keys)
+    behind = jnp.arange(length)[:, None] - jnp.arange(keys)[None]
     return behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...native.dtypes import CUDA_TYPES
+from ...native.dtypes import CUDA_TYPES, promoted
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from .spec import Norm
 
@@ -634,8 +634,8 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
     call = Call(target, norm, "forward", named(rest, X=x, **given), *dtypes)
     call.result("Y", x.shape, norm.out_dtype)
     if norm.has_residual:
-        promoted = jnp.promote_types(x.dtype, rest[0].dtype)
-        call.result("H", x.shape, norm.residual_dtype or promoted)
+        h_dtype = norm.residual_dtype or promoted(x.dtype, rest[0].dtype)
+        call.result("H", x.shape, h_dtype)
     for name in ["MEAN"] * norm.with_mean + ["RSTD"] * norm.with_rstd:
         call.result(name, call.row_shape, call.compute)
     done = _forward(call, norm, norm.eps)

@@ -31,7 +31,7 @@ from jax import Array
 from jax.interpreters import ad
 
 from ...native import registry
-from ...native.dtypes import compute_dtype, rounded
+from ...native.dtypes import compute_dtype, promoted, rounded
 from ...native.implementation import Implementation, Order, order_of
 from ...native.kernel import Kernel, result_types
 from ...native.launch import call_host
@@ -419,7 +419,7 @@ def add(x: Array, residual: Array, dtype: jnp.dtype, out: Any = "") -> Array:
 
     XLA does not normalise the unrounded sum in its place, as it would on GPUs.
     """
-    out = out or jnp.promote_types(x.dtype, residual.dtype)
+    out = out or promoted(x.dtype, residual.dtype)
     return rounded(x.astype(dtype) + residual.astype(dtype), out).astype(out)
 
 

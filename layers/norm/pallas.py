@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...native.dtypes import compute_dtype
+from ...native.dtypes import compute_dtype, promoted
 from ...native.implementation import Unsupported
 from ...native.pallas import blocks, lowering
 from ...native.pallas.lowering import Target
@@ -111,7 +111,7 @@ def _sum(values: Any, along: int = 1) -> Any:
 
 def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     residual, parameters = rest[: norm.has_residual], rest[norm.has_residual :]
-    h_dtype = jnp.promote_types(x.dtype, residual[0].dtype) if residual else x.dtype
+    h_dtype = promoted(x.dtype, residual[0].dtype) if residual else x.dtype
     h_dtype = jnp.dtype(norm.residual_dtype or h_dtype)
     known = lambda mean, rstd: [*mean * norm.with_mean, *[rstd] * norm.with_rstd]
     if not rows.fit():

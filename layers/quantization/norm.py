@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native import jax_private
+from ...native.dtypes import promoted
 from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
@@ -196,7 +197,7 @@ def _launch(
     parameters = {k: given[k] for k in ("SCALE", "BIAS") if k in given}
     types: dict[str, Any] = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
     if "RESIDUAL" in given:
-        h = jnp.promote_types(x.dtype, given["RESIDUAL"].dtype)
+        h = promoted(x.dtype, given["RESIDUAL"].dtype)
         types["H"] = jax.ShapeDtypeStruct((rows, columns), h)
         results.append(types["H"])
     row = jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -264,7 +265,7 @@ def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     x = given["X"]
     if not shares_rows(norm, x.shape):
         return _apart_on_cuda(forward_kernel, target, spec, *operands)
-    stored, n = jnp.promote_types(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[norm.axes[0]]
+    stored, n = promoted(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[norm.axes[0]]
     of = {"has_residual": norm.has_residual, "centred": norm.centred}
     chosen = layout(n, stored.itemsize, target, **of)
     if chosen:
