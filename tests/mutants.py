@@ -506,7 +506,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/constants.py",
-        "return self.unrounded and _is_normal(self.x)",
+        "return self.unrounded and self.normal",
         "return self.unrounded",
         "tests/fuse/test_random_masks.py::test_constant[a comparison of what is subnormal]",
     ),
