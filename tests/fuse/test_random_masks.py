@@ -202,6 +202,7 @@ CONSTANTS = {  # a function of nothing, and what is known of its result
     "a quotient by 4": (lambda: lax.div(ONES, np.full_like(ONES, 4)), EXACT),
     "a quotient by 3": (lambda: lax.div(ONES, np.full_like(ONES, 3)), NEAR),
     "a product": (lambda: lax.mul(ONES, np.full_like(ONES, 0.1)), EXACT),
+    "a product that is subnormal": (lambda: lax.mul(ONES * 2**-70, ONES * 2**-70), NEAR),
     "a rounded product": (lambda: lax.mul(ONES * 3, np.full_like(ONES, 0.1)), NEAR),
     "a rounded sum": (lambda: lax.add(ONES, np.full_like(ONES, 1e-9)), NEAR),
     "a comparison": (lambda: lax.gt(ONES, np.full_like(ONES, 0.1)), EXACT),
