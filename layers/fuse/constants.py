@@ -39,7 +39,12 @@ class Known:
         some devices, are near what XLA computes: enough for a factor, and not for what jumps (a
         comparison, a cast to integers).
         """
-        return self.unrounded and _is_normal(self.x)
+        return self.unrounded and self.normal
+
+    @functools.cached_property
+    def normal(self) -> bool:
+        """False if a number is subnormal: some devices compute with 0 instead."""
+        return _is_normal(self.x)
 
     @property
     def uniform(self) -> "Known | None":
@@ -106,7 +111,9 @@ def evaluated(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> 
       out: the type of the result.
       operands: `Known`s.
     """
-    return _tried(RULES[name], params, out, *operands) if name in RULES else None
+    if name not in RULES or name not in _MOVES and not all(o.normal for o in operands):
+        return None
+    return _tried(RULES[name], params, out, *operands)
 
 
 def _tried(rule: Callable[..., Known | None], params: Any, out: Any, *operands: Any):
@@ -168,6 +175,7 @@ _LAYOUTS: dict[str, Callable[..., Any]] = {
 
 
 SAME_ELEMENTS = frozenset((*_LAYOUTS, "convert_element_type"))
+_MOVES = frozenset((*_LAYOUTS, "concatenate", "select_n"))
 
 
 def _concatenate(p: Any, out: Any, *operands: Known) -> Known:
