@@ -151,7 +151,7 @@ class Closure:
             if any(mine):
                 arrays += [x for x, is_mine in zip(leaves, mine) if is_mine]
                 rest = [None if is_mine else (x,) for x, is_mine in zip(leaves, mine)]
-                self._changed.append((place, rest, tree))
+                self._changed.append((dataclasses.replace(place, value=None), rest, tree))
                 place.put(old)
         return arrays
 
