@@ -105,9 +105,12 @@ def fuse(
 
         arrays = [leaf for leaf, is_a in zip(leaves, are_arrays) if is_a]
         closed = jax.make_jaxpr(call)(arrays)
-        origins = [o for o, is_a in zip(origins_of(args, kwargs), are_arrays) if is_a]
-        names = closure.origins()
-        results = rewritten(closed, arrays, origins, names, quantization, skip, report, function)
+
+        def origins() -> tuple[list[Origin], Mapping[int, Origin]]:
+            of_leaves = zip(origins_of(args, kwargs), are_arrays)
+            return [o for o, is_a in of_leaves if is_a], closure.origins()
+
+        results = rewritten(closed, arrays, origins, quantization, skip, report, function)
         given = iter(results)
         others, structure = static
         whole = jax.tree.unflatten(structure, [o[0] if o else next(given) for o in others])
@@ -170,8 +173,7 @@ def _check_kept(objects: _Objects, results: Sequence[Any]) -> None:
 def rewritten(
     closed: Any,
     arrays: Sequence[Any],
-    origins: Sequence[Origin],
-    names: Mapping[int, Origin],
+    origins: Callable[[], tuple[Sequence[Origin], Mapping[int, Origin]]],
     quantization: Quantization,
     skip: Skip,
     report: Callable[[Report], Any] | None,
@@ -179,12 +181,13 @@ def rewritten(
 ) -> list[Any]:
     """Returns the results of a traced function, with what is found in it replaced.
 
-    Whatever fails on the way, the results are the function's own. `names` has the origins of the
-    arrays that the function closes over, by their ids.
+    Whatever fails on the way, the results are the function's own. `origins` returns the origin of
+    each array, and those of what the function closes over, by their ids.
     """
     rows, codes = [], []
     try:
-        program = Program(closed, origins=origins, names=names)
+        of_arrays, names = origins()
+        program = Program(closed, origins=of_arrays, names=names)
         rows = plan(program, quantization, skip)
         results, codes = _computed(program, closed, arrays, quantization)
         results = [_array(y, aval) for y, aval in zip(results, closed.out_avals, strict=True)]

@@ -346,7 +346,9 @@ def test_what_a_function_writes_into_its_closure(body, around):
             return jax.jit(lambda x: [r for i, r in enumerate(step(x)) if i != 2])(Q)
         with jax.checking_leaks() if around == "leaks" else contextlib.nullcontext():
             y, key, shapes, kept = step(Q)
-        kept = jax.tree.map(lambda a: 0 if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a, kept[1:])
+        kept = jax.tree.map(
+            lambda a: 0 if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a, kept[1:]
+        )
         return y, key, shapes, kept
 
     same(run(Fused), run(lambda f: f), 1e-4)
@@ -447,7 +449,9 @@ async def both(x):
 @pytest.mark.parametrize("function", [coroutine, generator, both])
 @pytest.mark.parametrize("fuse", [fuse, ours_nnx.fuse], ids=["fuse", "nnx.fuse"])
 def test_functions_that_run_later_are_refused(function, fuse):
-    message = "fuse: function must compute its results while it is called, got an? .*generator|async"
+    message = (
+        "fuse: function must compute its results while it is called, got an? .*generator|async"
+    )
     with pytest.raises(TypeError, match=message):
         fuse(function)
     with pytest.raises(TypeError, match=message):

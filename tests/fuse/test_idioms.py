@@ -54,9 +54,7 @@ class EqxTrunk(eqx.Module):
     down: eqx.nn.Linear
 
     def __init__(self, key):
-        linear = lambda n, m, i: eqx.nn.Linear(
-            n, m, use_bias=False, key=jax.random.fold_in(key, i)
-        )
+        linear = lambda n, m, i: eqx.nn.Linear(n, m, use_bias=False, key=jax.random.fold_in(key, i))
         self.first, self.norm = linear(E, E, 0), eqx.nn.RMSNorm(E, use_bias=False)
         self.gate, self.up, self.down = linear(E, H, 1), linear(E, H, 2), linear(H, E, 3)
 
