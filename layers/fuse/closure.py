@@ -273,8 +273,7 @@ def kind_of(function: Any) -> str:
     """Returns what a function is that runs only after its call, or ""."""
     while isinstance(function, functools.partial):
         function = function.func
-    call = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)
-    for each in (function, call):
+    for each in (function, inspect.getattr_static(type(function), "__call__", None)):
         for name, test in _LATE.items():
             if test(each):
                 return name

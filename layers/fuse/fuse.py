@@ -43,9 +43,14 @@ def fuse(
     within `jax.jit`. For functions of nnx models there is `normfuse.layers.nnx.fuse`, which also
     keeps what a call changes in them.
 
+    How a value reaches the function does not matter: an array that it closes over is data, as an
+    argument is, and a tree of arrays that it closes over may hold parameters. What a call writes
+    into Python objects of its closure is there afterwards.
+
     Args:
       function: of pytrees of arrays, Equinox and Linen models among them; what else there is in
-        them is static. It must not change its arguments.
+        them is static. Dictionaries and lists in its arguments are its own copies. Objects there
+        must not change, unless it returns the changes.
       quantization: "fp8" for products of FP8 operands (docs/quantization.md).
       skip: what stays as it is: a word or several, found in the named scopes and lines of the
         report's rows; or a function of a row.
@@ -58,9 +63,10 @@ def fuse(
       must be above it.
 
     Raises:
-      TypeError: if function or report cannot be called.
-      ValueError: for an unknown quantization, or if the function changes its arguments, as nnx
-        modules change their state.
+      TypeError: if function or report cannot be called, for a function that runs only after its
+        call (a generator, an async function), and for a skip that is no word and no function.
+      ValueError: for an unknown quantization, or if the function changes objects in its arguments,
+        as nnx modules change their state.
 
     Warns:
       UserWarning: where nothing was replaced and `report` is None, and for a `skip` that is not

@@ -1,4 +1,4 @@
-"""Whatever fails while `fuse` looks at a function, the function runs as it was, and a row says so."""
+"""Whatever fails while `fuse` looks at a function, it runs as it was, and a row says so."""
 
 import collections
 import importlib
