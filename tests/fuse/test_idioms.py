@@ -299,6 +299,64 @@ def a_frozen_trunk_of_an_object(of, fuse):
     return of.jit(of.grad(fuse(Trainer().loss)))(of.parts[1])
 
 
+class Noisy(nnx.Module):
+    """A model whose calls draw dropout and move running statistics."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.batch = nnx.Linear(E, E, rngs=rngs), nnx.BatchNorm(E, rngs=rngs)
+        self.norm, self.drop = nnx.RMSNorm(E, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.drop(self.batch(self.first(x))))
+
+
+def by_a_copy(graph):
+    return lambda params, rest: nnx.merge(graph, params, rest, copy=True)
+
+
+def by_a_clone(graph):
+    return lambda params, rest: nnx.clone(nnx.merge(graph, params, rest))
+
+
+def by_an_update(graph):
+    model = Noisy()
+
+    def made(params, rest):
+        copy = nnx.clone(model)
+        nnx.update(copy, params, rest)
+        return copy
+
+    return made
+
+
+@pytest.mark.parametrize("make", [by_a_copy, by_a_clone, by_an_update])
+@pytest.mark.parametrize("fuse", [normfuse.fuse, ours_nnx.fuse], ids=["fuse", "nnx.fuse"])
+def test_functional_steps_return_their_new_states(fuse, make):
+    """States are arguments, a model is made within, and its new state is a result."""
+
+    def run(wrap):
+        graph, params, rest = nnx.split(Noisy(), nnx.Param, ...)
+        of_states = make(graph)
+
+        def loss_fn(params, rest, x):
+            model = of_states(params, rest)
+            return jnp.mean(model(x) ** 3), nnx.state(model, nnx.Not(nnx.Param))
+
+        step = jax.jit(jax.value_and_grad(wrap(loss_fn), has_aux=True))
+        (value, rest), gradients = step(params, rest, BATCH["x"])
+        return jax.tree.map(of_key, (value, nnx.to_pure_dict(rest), gradients))
+
+    reports = []
+    got, want = run(functools.partial(fuse, report=reports.append)), run(lambda f: f)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
+    assert fuse_cases._served(reports[-1]) == {"norm": 1}, str(reports[-1])
+
+
+def of_key(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
 every = pytest.mark.parametrize("name", FRAMEWORKS)
 
 
