@@ -701,6 +701,50 @@ MUTANTS = [
         "same = (y == exact) | np.isnan(y) | np.isnan(exact)",
         "tests/fuse/test_compare.py::test_results_that_are_not_finite",
     ),
+    Mutant(
+        "layers/fuse/compare.py",
+        "if same.size and same.all() and not np.isfinite(exact).any():",
+        "if False:",
+        "tests/fuse/test_compare.py::test_results_that_are_not_finite",
+    ),
+    Mutant(
+        "layers/fuse/closure.py",
+        "alone = Origin(name, True, _matrices(leaves), True)",
+        "alone = Origin(name, False, _matrices(leaves), True)",
+        "tests/fuse/test_idioms.py::test_what_is_a_parameter[activations and a table-False]",
+    ),
+    Mutant(
+        "layers/fuse/closure.py",
+        "                place.put(old)",
+        "                pass",
+        "tests/fuse/test_attacked.py::"
+        "test_what_a_function_writes_into_its_closure[leaks-draws_from_an_object]",
+    ),
+    Mutant(
+        "layers/fuse/products.py",
+        "if own not in made_of and is_first and own.matrices <= most:",
+        "if own not in made_of and is_first and own.matrices < most:",
+        "tests/fuse/test_idioms.py::test_what_is_a_parameter[a hypernetwork of arrays-False]",
+    ),
+    Mutant(
+        "layers/fuse/program.py",
+        "self.made_of[v] = frozenset([self.origins[v]])",
+        "self.made_of[v] = frozenset()",
+        "tests/fuse/test_idioms.py::test_idioms_in_fp8[closed_over_as_arrays-linen]",
+    ),
+    Mutant(
+        "layers/fuse/fuse.py",
+        "    if not closed.effects:\n        return run(arrays)",
+        "    if True:\n        return run(arrays)",
+        "tests/fuse/test_guard.py::test_effects_happen_once[Program._demand]",
+    ),
+    Mutant(
+        "layers/fuse/fuse.py",
+        "held = {id(x) for x in before} | returned",
+        "held = {id(x) for x in before}",
+        "tests/fuse/test_attacked.py::"
+        "test_changes_of_objects_are_an_error_unless_they_are_returned",
+    ),
     # ---------------------------------------------------------------- layers: modules
     Mutant(
         "layers/nnx.py",

@@ -4,6 +4,7 @@ A function's closure is read as its arguments are: a variable that holds a tree 
 model, may hold parameters as an argument may; an array that is a variable by itself is data.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -120,7 +121,7 @@ class Closure:
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        self._before = list(_places(function))
+        self._before = _read(function)
         self._changed: list[tuple[Place, list[Any], Any]] = []
 
     def origins(self) -> Mapping[int, Origin]:
@@ -142,7 +143,7 @@ class Closure:
         """Returns the arrays of the present trace that the call has left in the closure."""
         before = {(id(p.holder), p.key): p.value for p in self._before}
         arrays: list[Any] = []
-        for place in _places(self._function):
+        for place in _read(self._function):
             old = before.get((id(place.holder), place.key))
             if place.holder is None or place.value is old:
                 continue
@@ -151,7 +152,7 @@ class Closure:
             if any(mine):
                 arrays += [x for x, is_mine in zip(leaves, mine) if is_mine]
                 rest = [None if is_mine else (x,) for x, is_mine in zip(leaves, mine)]
-                self._changed.append((place, rest, tree))
+                self._changed.append((dataclasses.replace(place, value=None), rest, tree))
                 place.put(old)
         return arrays
 
@@ -160,6 +161,15 @@ class Closure:
         given = iter(values)
         for place, rest, tree in self._changed:
             place.put(jax.tree.unflatten(tree, [x[0] if x else next(given) for x in rest]))
+
+
+def _read(function: Callable[..., Any]) -> list[Place]:
+    """Returns the places in a closure, as far as it can be read."""
+    found = []
+    with contextlib.suppress(Exception):  # objects whose attributes fail, say
+        for place in _places(function):
+            found.append(place)
+    return found
 
 
 class _Search:
@@ -263,8 +273,7 @@ def kind_of(function: Any) -> str:
     """Returns what a function is that runs only after its call, or ""."""
     while isinstance(function, functools.partial):
         function = function.func
-    call = function if inspect.isroutine(function) else type(function).__call__
-    for each in (function, call):
+    for each in (function, inspect.getattr_static(type(function), "__call__", None)):
         for name, test in _LATE.items():
             if test(each):
                 return name

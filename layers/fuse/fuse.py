@@ -43,9 +43,14 @@ def fuse(
     within `jax.jit`. For functions of nnx models there is `normfuse.layers.nnx.fuse`, which also
     keeps what a call changes in them.
 
+    How a value reaches the function does not matter: an array that it closes over is data, as an
+    argument is, and a tree of arrays that it closes over may hold parameters. What a call writes
+    into Python objects of its closure is there afterwards.
+
     Args:
       function: of pytrees of arrays, Equinox and Linen models among them; what else there is in
-        them is static. It must not change its arguments.
+        them is static. Dictionaries and lists in its arguments are its own copies. Objects there
+        must not change, unless it returns the changes.
       quantization: "fp8" for products of FP8 operands (docs/quantization.md).
       skip: what stays as it is: a word or several, found in the named scopes and lines of the
         report's rows; or a function of a row.
@@ -58,9 +63,10 @@ def fuse(
       must be above it.
 
     Raises:
-      TypeError: if function or report cannot be called.
-      ValueError: for an unknown quantization, or if the function changes its arguments, as nnx
-        modules change their state.
+      TypeError: if function or report cannot be called, for a function that runs only after its
+        call (a generator, an async function), and for a skip that is no word and no function.
+      ValueError: for an unknown quantization, or if the function changes objects in its arguments,
+        as nnx modules change their state.
 
     Warns:
       UserWarning: where nothing was replaced and `report` is None, and for a `skip` that is not
@@ -105,9 +111,12 @@ def fuse(
 
         arrays = [leaf for leaf, is_a in zip(leaves, are_arrays) if is_a]
         closed = jax.make_jaxpr(call)(arrays)
-        origins = [o for o, is_a in zip(origins_of(args, kwargs), are_arrays) if is_a]
-        names = closure.origins()
-        results = rewritten(closed, arrays, origins, names, quantization, skip, report, function)
+
+        def origins() -> tuple[list[Origin], Mapping[int, Origin]]:
+            of_leaves = zip(origins_of(args, kwargs), are_arrays)
+            return [o for o, is_a in of_leaves if is_a], closure.origins()
+
+        results = rewritten(closed, arrays, origins, quantization, skip, report, function)
         given = iter(results)
         others, structure = static
         whole = jax.tree.unflatten(structure, [o[0] if o else next(given) for o in others])
@@ -170,8 +179,7 @@ def _check_kept(objects: _Objects, results: Sequence[Any]) -> None:
 def rewritten(
     closed: Any,
     arrays: Sequence[Any],
-    origins: Sequence[Origin],
-    names: Mapping[int, Origin],
+    origins: Callable[[], tuple[Sequence[Origin], Mapping[int, Origin]]],
     quantization: Quantization,
     skip: Skip,
     report: Callable[[Report], Any] | None,
@@ -179,12 +187,13 @@ def rewritten(
 ) -> list[Any]:
     """Returns the results of a traced function, with what is found in it replaced.
 
-    Whatever fails on the way, the results are the function's own. `names` has the origins of the
-    arrays that the function closes over, by their ids.
+    Whatever fails on the way, the results are the function's own. `origins` returns the origin of
+    each array, and those of what the function closes over, by their ids.
     """
     rows, codes = [], []
     try:
-        program = Program(closed, origins=origins, names=names)
+        of_arrays, names = origins()
+        program = Program(closed, origins=of_arrays, names=names)
         rows = plan(program, quantization, skip)
         results, codes = _computed(program, closed, arrays, quantization)
         results = [_array(y, aval) for y, aval in zip(results, closed.out_avals, strict=True)]

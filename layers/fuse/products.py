@@ -401,7 +401,7 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
                     outs=(value,),
                     reads=(m.x[0], m.kernel[0]),
                     dead=(),
-                    what=f"product {rows} x {features} -> {columns}, {m.dtype.name}",
+                    what=f"product {rows} x {features} -> {columns}, {m.dtype.name}{_of(g, m)}",
                     served=f"dense, {quantized}",
                     shares=m.x[0],
                     matrix=m,
@@ -413,6 +413,12 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
         except Left as reason:
             if quantization is not None:
                 yield m.value, str(reason)
+
+
+def _of(program: Program, m: Matrix) -> str:
+    """Returns the variable that the function closes over and that has the kernel, for a row."""
+    own = program.origin(m.kernel[0])
+    return f", by {own.name}" if own is not None and own.closed_over else ""
 
 
 def _whole(products: Products, half: Mlp) -> Mlp | None:

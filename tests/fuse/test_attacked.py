@@ -1,6 +1,7 @@
 """`fuse` of functions that nobody should write: they do the same with it as without."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, sparse
 
 from normfuse import fuse
+from normfuse.layers import nnx as ours_nnx
 
 T = 8
 CAUSAL = np.tril(np.ones((T, T), bool))
@@ -301,16 +303,69 @@ def test_endless_recursion_is_the_functions_error():
         fused(Q)
 
 
-def test_tracers_that_a_function_keeps_are_dead():
-    kept = []
+class Random:
+    """A stateful stream of keys, as EasyLM's `JaxRNG`."""
 
-    def function(x):
-        kept.append(x * 2)
-        return attend(x)
+    def __init__(self, key):
+        self.key = key
 
-    same(Fused(function)(Q), attend(Q))
-    with pytest.raises(jax.errors.UnexpectedTracerError):
-        jnp.sin(kept[0]).block_until_ready()
+    def __call__(self):
+        self.key, drawn = jax.random.split(self.key)
+        return drawn
+
+
+def keeps_in_a_list(x, random, kept):
+    kept.append(x * 2)
+    return attend(x)
+
+
+def draws_from_an_object(x, random, kept):
+    return attend(x + jax.random.normal(random(), x.shape))
+
+
+def draws_twice(x, random, kept):
+    kept[:] = [{"both": (random(), x.sum()), "n": 3}]
+    return attend(x + jax.random.normal(random(), x.shape))
+
+
+@pytest.mark.parametrize("body", [keeps_in_a_list, draws_from_an_object, draws_twice])
+@pytest.mark.parametrize("around", ["eager", "jit", "grad", "leaks"])
+def test_what_a_function_writes_into_its_closure(body, around):
+    """It is there afterwards, as in the plain function, and belongs to the caller's trace."""
+
+    def run(wrap):
+        random, kept = Random(jax.random.key(0)), [jnp.ones(2)]
+        f = wrap(lambda x: body(x, random, kept))
+
+        def step(x):
+            y = jax.grad(lambda x: f(x * 1).sum())(x) if around == "grad" else f(x)
+            stays = [] if around == "grad" else kept  # those that depend on x are its trace's
+            return y, jax.random.key_data(random()), jax.tree.map(jnp.shape, kept), stays
+
+        if around in ("jit", "grad"):
+            return jax.jit(lambda x: [r for i, r in enumerate(step(x)) if i != 2])(Q)
+        with jax.checking_leaks() if around == "leaks" else contextlib.nullcontext():
+            y, key, shapes, kept = step(Q)
+        kept = jax.tree.map(
+            lambda a: 0 if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a, kept[1:]
+        )
+        return y, key, shapes, kept
+
+    same(run(Fused), run(lambda f: f), 1e-4)
+
+
+def test_a_name_that_a_function_rebinds():
+    def run(wrap):
+        count, last = 0, None
+
+        def function(x):
+            nonlocal count, last
+            count, last = count + 1, x[0] + 1
+            return attend(x)
+
+        return wrap(function)(Q), count, last
+
+    same(run(Fused), run(lambda f: f))
 
 
 def test_a_tracer_from_outside_is_read():
@@ -337,23 +392,72 @@ CHANGES = {
     "replaced": lambda tree: tree.update(x=tree["x"] + 1),
     "added": lambda tree: tree.update(y=tree["x"]),
     "removed": lambda tree: tree.pop("x"),
+    "in a list": lambda tree: tree["more"].append(tree["more"].pop() + 1),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_arguments_are_an_error(name):
-    tree = {"x": Q}
-    with pytest.raises(ValueError, match="fuse: the function changes arrays in its arguments"):
-        Fused(changing(CHANGES[name]))(tree)
-    assert [*tree] == ["x"] and tree["x"] is Q
+def test_containers_of_a_call_are_its_own(name):
+    """Losses take keys out of their batch: they change a copy, as under `jax.jit`."""
+    tree = {"x": Q, "more": [Q]}
+    fused = Fused(changing(CHANGES[name]))
+    same(fused(tree), attend(Q))
+    assert fused.served() == {"attention": 1}
+    assert [*tree] == ["x", "more"] and tree["x"] is tree["more"][0] is Q
 
 
-@pytest.mark.filterwarnings("ignore:Python iterable type 'generator'")
-def test_a_generator_is_no_array():
-    """What a generator function returns is static: it runs after the trace, on dead tracers."""
-    function = Fused(lambda x: (attend(x) for _ in range(2)))
-    with pytest.raises(jax.errors.UnexpectedTracerError):
-        jax.block_until_ready([*function(Q)])
+@jax.tree_util.register_pytree_node_class
+class Held:
+    def __init__(self, x):
+        self.x = x
+
+    def tree_flatten(self):
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_changes_of_objects_are_an_error_unless_they_are_returned():
+    def lost(tree):
+        tree["held"].x = tree["held"].x + 1
+        return attend(Q)
+
+    def returned(tree):
+        held = tree.pop("held")
+        held.x = held.x + 1
+        return attend(Q), held
+
+    with pytest.raises(ValueError, match="changes arrays in a Held in its arguments.*return them"):
+        Fused(lost)({"held": Held(Q)})
+    same(Fused(returned)({"held": Held(Q)})[1].x, Q + 1)
+
+
+async def coroutine(x):
+    return attend(x)
+
+
+def generator(x):
+    yield attend(x)
+
+
+async def both(x):
+    yield attend(x)
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, both])
+@pytest.mark.parametrize("fuse", [fuse, ours_nnx.fuse], ids=["fuse", "nnx.fuse"])
+def test_functions_that_run_later_are_refused(function, fuse):
+    message = (
+        "fuse: function must compute its results while it is called, got an? .*generator|async"
+    )
+    with pytest.raises(TypeError, match=message):
+        fuse(function)
+    with pytest.raises(TypeError, match=message):
+        fuse(functools.partial(function))
+    with pytest.raises(TypeError, match="while it is called, got one that returns <"):
+        Fused(lambda x: [call := function(x), getattr(call, "close", int)()][0])(Q)
 
 
 def test_the_order_of_effects():

@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import normfuse
+from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.fuse import compare as module
 
 pytestmark = pytest.mark.oldest
@@ -148,7 +150,7 @@ def test_it_sees_what_is_wrong(monkeypatch):
 
     monkeypatch.setattr(module, "fuse", wrong)
     found = normfuse.compare(cross_entropy, *arguments(), quantization="fp8", skip=["norm"])
-    assert asked == {"quantization": "fp8", "skip": ["norm"]}
+    assert asked == {"quantization": "fp8", "skip": ("norm",)}
     for theirs, ours in errors(found).values():
         assert theirs < 1e-6 and ours == pytest.approx(0.5, abs=1e-5)
 
@@ -159,6 +161,56 @@ def test_results_that_are_not_finite():
     assert np.isnan(module._error([np.nan, 1.0], [1.0, 1.0]))
     assert module._error([np.inf, 1.0], [1.0, 1.0]) == np.inf
     assert module._error([0.0], [0.0]) == 0 and module._error([1e-9], [0.0]) == np.inf
+    # Where the reference has no number, nothing is compared.
+    assert np.isnan(module._error(np.nan, np.nan)) and np.isnan(module._error([np.inf], [np.inf]))
+    assert module._error([], []) == 0
+
+
+def test_a_loss_that_is_nan_has_no_error():
+    found = normfuse.compare(lambda p, x, y: cross_entropy(p, x, y) * jnp.nan, *arguments())
+    assert np.isnan(errors(found)["value"]).all()
+    assert str(found).splitlines()[1].split() == ["value", "nan", "nan"]
+
+
+class Noisy(nnx.Module):
+    """A model whose calls draw dropout and move running statistics."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        self.batch, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.norm, self.head = (
+            nnx.RMSNorm(8, rngs=rngs),
+            nnx.Linear(8, 32, use_bias=False, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return self.head(self.norm(self.drop(self.batch(self.first(x)))))
+
+
+def noisy_loss(model, x, labels, name="mine"):
+    log_p = jax.nn.log_softmax(model(x))
+    return -jnp.take_along_axis(log_p, labels[:, None], 1).mean(), model.batch.mean[...]
+
+
+def test_nnx_models_that_a_call_changes():
+    model = Noisy(nnx.Rngs(0))
+    before = [*map(np.asarray, map(_data, jax.tree.leaves(nnx.state(model))))]
+    found = ours_nnx.compare(noisy_loss, model, draw(1, 5, 8), jnp.arange(5), "mine")
+    assert found.reference == "the same program in float64"
+    names = [*errors(found)]
+    assert names[:2] == ["result[0]", "result[1]"] and names[-1] == "d x", names
+    assert {"d model['first']['kernel']", "d model['batch']['scale']"} < {*names}
+    for name in ("result[0]", "result[1]", "d model['head']['kernel']", "d x"):
+        assert 0 < max(errors(found)[name]) < 2e-6, str(found)
+    assert {row.domain for row in found.report.fused} == {"norm", "loss"}, str(found.report)
+    after = map(_data, jax.tree.leaves(nnx.state(model)))
+    assert all(map(np.array_equal, before, after))
+    skipped = ours_nnx.compare(noisy_loss, model, draw(1, 5, 8), jnp.arange(5), skip="loss")
+    assert {row.domain for row in skipped.report.fused} == {"norm"}
+
+
+def _data(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def test_bad_arguments():
@@ -166,5 +218,7 @@ def test_bad_arguments():
         normfuse.compare(lambda x: (x, 3, x.astype(int).sum()), jnp.ones(3))
     with pytest.raises(TypeError, match="compare: function must be a function"):
         normfuse.compare(3, jnp.ones(3))
+    with pytest.raises(TypeError, match="compare: skip must be a word, .* got 3"):
+        normfuse.compare(cross_entropy, *arguments(), skip=3)
     with pytest.raises(ValueError, match="compare: quantization must be None or 'fp8'"):
         normfuse.compare(jnp.sum, jnp.ones(3), quantization="int8")

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import dense, fuse
+from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.fuse import products
 
 pytestmark = pytest.mark.oldest
@@ -838,14 +839,13 @@ class NnxBlock(nnx.Module):
 
 def test_nnx():
     """Values, gradients, and changes by the call: batch statistics and random counts."""
-    from normfuse.layers import nnx as ours
 
     def model_loss(model, x, y):
         return integers(model(x), y).mean()
 
     x, y = draw(10, B, T, E), labels()
     found, reports = [], []
-    for function in (model_loss, ours.fuse(model_loss, report=reports.append)):
+    for function in (model_loss, ours_nnx.fuse(model_loss, report=reports.append)):
         model = NnxBlock(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
@@ -972,6 +972,25 @@ def test_unknown_quantization(wrong):
 def test_a_report_that_cannot_be_called():
     with pytest.raises(TypeError, match="report"):
         fuse(loss, report=[])
+
+
+@pytest.mark.parametrize("wrong", [3, None, True, [3], ["loss", None]], ids=str)
+def test_a_skip_that_names_nothing(wrong):
+    message = r"skip must be a word, several words or a function of a row, got"
+    for op, call in {
+        "fuse": lambda: fuse(loss, skip=wrong),
+        "fuse ": lambda: ours_nnx.fuse(loss, skip=wrong),
+        "nnx.swap": lambda: ours_nnx.swap(nnx.RMSNorm(4, rngs=nnx.Rngs(0)), skip=wrong),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{op.strip()}: {message}"):
+            call()
+
+
+def test_words_of_a_skip_are_read_once(args):
+    fused = Fused(loss, skip=(word for word in ["attend", "feed"]))
+    for _ in range(2):
+        jax.eval_shape(lambda *a: fused(*a), *args)
+        assert "attention" not in fused.served()
 
 
 def test_it_keeps_the_name():
