@@ -82,6 +82,12 @@ ROUTERS = {  # of x, the router's kernel and a vector
         b + lax.scan(lambda c, x: (c, x @ w), 0.0, x.reshape(2, R // 2, W))[1]
     ),
     "carried by a scan": lambda x, w, b: of_best(carried(x, w)),
+    "chosen in the next turn": lambda x, w, b: lax.scan(
+        lambda c, _: ((c[1], sigmoid(x @ w), of_best(c[0])), None),
+        (jnp.zeros((R, X)), jnp.zeros((R, X)), jnp.zeros((R, W))),
+        None,
+        length=4,
+    )[0][2],
     "while": lambda x, w, b: lax.while_loop(
         lambda c: c[0].sum() < 900, lambda c: (c[0] + 1, c[1] + 1), (sigmoid(x @ w), x)
     )[1],
