@@ -8,9 +8,10 @@ finds every value that chooses:
   a leaky ReLU is one function, however it is written.
 - All that computes an array from elements or sums of its operands is followed, and so are calls,
   loops, branches, and users' own derivatives: an operand chooses if a result does.
-- Products, convolutions and attention end the search. What they mix is the result of another
-  product, or an operand of one, which is asked by itself; else a token that is chosen from logits
-  would hold every layer before them.
+- Products with what is stored end the search: their results are asked by themselves. Else a token
+  that is chosen from logits would hold every layer before them. So do convolutions and kernels of
+  attention. A product of two arrays that are computed, example by example, as scores that choose
+  the keys of a sparse attention, is followed; what attends goes through another product.
 - What no list here has cannot be followed, and counts as a choice.
 """
 
@@ -32,7 +33,7 @@ _CHOOSE = frozenset(
     "approx_top_k argmax argmin ceil floor nextafter rem round sign sort top_k".split()
 )
 _ENDS = frozenset(
-    "conv_general_dilated debug_callback debug_print dot_general dot_product_attention_fwd "
+    "conv_general_dilated debug_callback debug_print dot_product_attention_fwd "
     "dot_product_attention_fwd_wrapper is_finite ragged_dot ragged_dot_general".split()
 )
 _MULTIPLY = "attention", "cross_entropy", "dense_layer", "product", "tangent"
@@ -45,7 +46,7 @@ _LAID_OUT = frozenset(
 _FOLLOWED = _LAID_OUT | frozenset(
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all asin "
     "asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin cumprod "
-    "cumsum digamma div dynamic_slice dynamic_update_slice erf erf_inv erfc exp exp2 expm1 fft "
+    "cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv erfc exp exp2 expm1 fft "
     "gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg pad pbroadcast pmax "
     "pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max reduce_min reduce_prod "
     "reduce_scatter reduce_sum reduce_window reduce_window_max reduce_window_min "
@@ -62,6 +63,8 @@ def chosen(program: Program) -> Mapping[int, str]:
         while root.outer is not None:
             root = root.outer
         _read(root, [None] * len(root.results))
+    if program.chosen is None:  # within a call that is not followed
+        _read(program, [_unknown("a call")] * len(program.results))
     return program.chosen or {}
 
 
@@ -90,6 +93,10 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
     ours = name.startswith("normfuse_")
     if ours and any(part in name for part in _MULTIPLY):
         return
+    if name == "dot_general":
+        _, (batch, _) = equation.params["dimension_numbers"]
+        if not batch or any(_is_stored(g, v) for v in ins):
+            return
     if name in COMPARED and _is_continuous(g, equation):
         return
     if name in _CHOOSE or name in COMPARED:
@@ -100,12 +107,21 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
             why = f"a cast to {dtype.name} chooses by its result"
     elif name == "pallas_call" and _multiplies(equation.eqn):
         return
-    elif name != "pallas_call" and any(True for _ in bodies(equation.eqn)):
-        yield from zip(ins, _around(g, equation, outs))
-        return
     elif name not in _FOLLOWED and not ours:
+        if name != "pallas_call" and any(True for _ in bodies(equation.eqn)):
+            yield from zip(ins, _around(g, equation, outs))
+            return
         why = _unknown(name)
     yield from ((v, why) for v in ins)
+
+
+def _is_stored(g: Program, v: int) -> bool:
+    """Whether a value is an operand of the program, or a constant, laid out anew, cast or cut."""
+    while (made := g.maker.get(v)) is not None and made.ins:
+        if made.name not in _LAID_OUT and made.name not in ("slice", "dynamic_slice"):
+            return False
+        v = made.ins[0]
+    return True
 
 
 def _unknown(name: str) -> str:
