@@ -637,7 +637,7 @@ MUTANTS = [
         "tests/fuse/test_choices.py::test_a_maximum_after_a_relu_keeps_its_derivative",
     ),
     Mutant(  # a product of ours is read as no product
-        "layers/fuse/program.py",
+        "layers/fuse/calls.py",
         'return closed, "product"',
         'return closed, "border"',
         "tests/fuse/test_choices.py::test_ours_is_what_theirs_is[a loss-None]",

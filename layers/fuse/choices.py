@@ -44,15 +44,15 @@ _LAID_OUT = frozenset(
     "transpose".split()
 )
 _FOLLOWED = _LAID_OUT | frozenset(
-    "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all asin "
-    "asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin cumprod "
-    "cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv erfc exp exp2 expm1 fft "
-    "gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg pad pbroadcast pmax "
-    "pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max reduce_min reduce_prod "
-    "reduce_scatter reduce_sum reduce_window reduce_window_max reduce_window_min "
-    "reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min scatter-mul "
-    "scatter_add scatter_max scatter_min scatter_mul select_and_scatter_add select_n sin "
-    "sinh slice split sqrt square stack sub tan tanh tile unstack".split()
+    "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
+    "asin asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin "
+    "cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv erfc "
+    "exp exp2 expm1 fft gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg "
+    "pad pbroadcast pmax pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max "
+    "reduce_min reduce_prod reduce_scatter reduce_sum reduce_window reduce_window_max "
+    "reduce_window_min reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min "
+    "scatter-mul scatter_add scatter_max scatter_min scatter_mul select_and_scatter_add select_n "
+    "sin sinh slice split sqrt square stack sub tan tanh tile unstack".split()
 )
 
 
