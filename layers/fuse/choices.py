@@ -38,16 +38,18 @@ _ENDS = frozenset(
 )
 _MULTIPLY = "attention", "cross_entropy", "dense_layer", "product", "tangent"
 """Operations of ours with one of these in their names end it likewise."""
-_LAID_OUT = frozenset(
-    "broadcast_in_dim convert_element_type copy copy_p expand_dims name optimization_barrier pcast "
-    "pvary reduce_precision reshape reshard sharding_constraint squeeze stop_gradient "
-    "transpose".split()
+_SAME = frozenset(  # each element of its own
+    "convert_element_type copy copy_p name pcast pvary reduce_precision reshard "
+    "sharding_constraint stop_gradient".split()
 )
+_MOVED = frozenset("broadcast_in_dim expand_dims reshape squeeze transpose".split())
+_LAID_OUT = _SAME | _MOVED
 _FOLLOWED = _LAID_OUT | frozenset(
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
     "asin asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin "
     "cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv erfc "
     "exp exp2 expm1 fft gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg "
+    "optimization_barrier "
     "pad pbroadcast pmax pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max "
     "reduce_min reduce_prod reduce_scatter reduce_sum reduce_window reduce_window_max "
     "reduce_window_min reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min "
@@ -199,8 +201,6 @@ def _is_continuous(g: Program, compared: Equation) -> bool:
     assert t is not None
     if not math.isfinite(t):
         return True
-    made = g.maker.get(u)
-    first = -1 if made is None else made.index
     stack, seen = [*compared.outs], set()
     while stack:
         v = stack.pop()
@@ -215,7 +215,7 @@ def _is_continuous(g: Program, compared: Equation) -> bool:
                 continue
             known = {compared.outs[0]: 0.0, u: t}, {compared.outs[0]: 1.0, u: t}
             try:
-                low, high = (_at(g, reader.outs[0], dict(env), first) for env in known)
+                low, high = (_at(g, reader.outs[0], dict(env), u) for env in known)
             except Left:
                 return False
             if not abs(low - high) <= 1e-6 * max(abs(low), abs(high)):
@@ -223,27 +223,31 @@ def _is_continuous(g: Program, compared: Equation) -> bool:
     return True
 
 
-def _at(g: Program, v: int, known: dict[int, float], first: int) -> float:
-    """Returns a value where others are `known`; of what was made before `first`, a random one."""
+def _at(g: Program, v: int, known: dict[int, float], u: int) -> float:
+    """Returns an element of a value where u and others are `known`; a random one of other values.
+
+    Raises Left where it is not made of elements of these at the same place alone.
+    """
     if v not in known:
-        made, number = g.maker.get(v), g.number(v)
+        made, number, first = g.maker.get(v), g.number(v), g.maker.get(u)
+        before = made is None or first is not None and made.index <= first.index
         if number is not None:
             known[v] = number
-        elif made is None or made.index <= first:
+        elif before or made.name in _MOVED and not g.depends(v, known):
             known[v] = float(np.random.default_rng(v).standard_normal())
         else:
-            known[v] = _computed(g, made, known, first)
+            known[v] = _computed(g, made, known, u)
     return known[v]
 
 
-def _computed(g: Program, made: Equation, known: dict[int, float], first: int) -> float:
+def _computed(g: Program, made: Equation, known: dict[int, float], u: int) -> float:
     name = made.name
     if name == "custom_jvp_call" and made.outs[0] in g.shadows:
-        return _at(g, g.shadows[made.outs[0]], known, first)
-    if name not in _NUMBERS and name not in ("integer_pow", *_LAID_OUT):
+        return _at(g, g.shadows[made.outs[0]], known, u)
+    if name not in _NUMBERS and name not in ("integer_pow", *_SAME):
         raise Left(f"{name} is not computed")
-    operands = [_at(g, u, known, first) for u in made.ins]
-    if name in _LAID_OUT:
+    operands = [_at(g, v, known, u) for v in made.ins]
+    if name in _SAME:
         return operands[0]
     if name == "integer_pow":
         return operands[0] ** made.params["y"]

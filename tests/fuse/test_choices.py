@@ -67,6 +67,10 @@ ROUTERS = {  # of x, the router's kernel and a vector
     "threshold": lambda x, w, b: jnp.where(sigmoid(x @ w) > 0.5, 1.0, 0.0) @ EXPERTS,
     "times a threshold": lambda x, w, b: ((x @ w) * (x @ w > 0.7)) @ EXPERTS,
     "two thresholds": lambda x, w, b: jnp.where((s := x @ w) > 0, s, jnp.where(s > -1, 0, 1.0)),
+    "a threshold of another element": lambda x, w, b: (
+        (s := (x @ w)[:X]),
+        jnp.where(s > 0, s, s.T),
+    )[1],
     "the largest": lambda x, w, b: ((s := sigmoid(x @ w)) == s.max(-1, keepdims=True)).astype(f32),
     "straight through": lambda x, w, b: (
         (s := sigmoid(x @ w)) + lax.stop_gradient((s > 0.5).astype(f32) - s)
