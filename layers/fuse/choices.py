@@ -8,9 +8,10 @@ finds every value that chooses:
   a leaky ReLU is one function, however it is written.
 - All that computes an array from elements or sums of its operands is followed, and so are calls,
   loops, branches, and users' own derivatives: an operand chooses if a result does.
-- Products, convolutions and attention end the search. What they mix is the result of another
-  product, or an operand of one, which is asked by itself; else a token that is chosen from logits
-  would hold every layer before them.
+- Products with what is stored end the search: their results are asked by themselves. Else a token
+  that is chosen from logits would hold every layer before them. So do convolutions and kernels of
+  attention. A product of two arrays that are computed, example by example, as scores that choose
+  the keys of a sparse attention, is followed; what attends goes through another product.
 - What no list here has cannot be followed, and counts as a choice.
 """
 
@@ -33,26 +34,28 @@ _CHOOSE = frozenset(
     "approx_top_k argmax argmin ceil floor nextafter rem round sign sort top_k".split()
 )
 _ENDS = frozenset(
-    "conv_general_dilated debug_callback debug_print dot_general dot_product_attention_fwd "
+    "conv_general_dilated debug_callback debug_print dot_product_attention_fwd "
     "dot_product_attention_fwd_wrapper is_finite ragged_dot ragged_dot_general".split()
 )
 _MULTIPLY = "attention", "cross_entropy", "dense_layer", "product", "tangent"
 """Operations of ours with one of these in their names end it likewise."""
-_LAID_OUT = frozenset(
-    "broadcast_in_dim convert_element_type copy copy_p expand_dims name optimization_barrier pcast "
-    "pvary reduce_precision reshape reshard sharding_constraint squeeze stop_gradient "
-    "transpose".split()
+_SAME = frozenset(  # each element of its own
+    "convert_element_type copy copy_p name pcast pvary reduce_precision reshard "
+    "sharding_constraint stop_gradient".split()
 )
+_MOVED = frozenset("broadcast_in_dim expand_dims reshape squeeze transpose".split())
+_LAID_OUT = _SAME | _MOVED
 _FOLLOWED = _LAID_OUT | frozenset(
-    "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all asin "
-    "asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin cumprod "
-    "cumsum digamma div dynamic_slice dynamic_update_slice erf erf_inv erfc exp exp2 expm1 fft "
-    "gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg pad pbroadcast pmax "
-    "pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max reduce_min reduce_prod "
-    "reduce_scatter reduce_sum reduce_window reduce_window_max reduce_window_min "
-    "reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min scatter-mul "
-    "scatter_add scatter_max scatter_min scatter_mul select_and_scatter_add select_n sin "
-    "sinh slice split sqrt square stack sub tan tanh tile unstack".split()
+    "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
+    "asin asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin "
+    "cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv erfc "
+    "exp exp2 expm1 fft gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg "
+    "optimization_barrier "
+    "pad pbroadcast pmax pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max "
+    "reduce_min reduce_prod reduce_scatter reduce_sum reduce_window reduce_window_max "
+    "reduce_window_min reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min "
+    "scatter-mul scatter_add scatter_max scatter_min scatter_mul select_and_scatter_add select_n "
+    "sin sinh slice split sqrt square stack sub tan tanh tile unstack".split()
 )
 
 
@@ -63,6 +66,8 @@ def chosen(program: Program) -> Mapping[int, str]:
         while root.outer is not None:
             root = root.outer
         _read(root, [None] * len(root.results))
+    if program.chosen is None:  # within a call that is not followed
+        _read(program, [_unknown("a call")] * len(program.results))
     return program.chosen or {}
 
 
@@ -91,6 +96,10 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
     ours = name.startswith("normfuse_")
     if ours and any(part in name for part in _MULTIPLY):
         return
+    if name == "dot_general":
+        _, (batch, _) = equation.params["dimension_numbers"]
+        if not batch or any(_is_stored(g, v) for v in ins):
+            return
     if name in COMPARED and _is_continuous(g, equation):
         return
     if name in _CHOOSE or name in COMPARED:
@@ -101,12 +110,21 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
             why = f"a cast to {dtype.name} chooses by its result"
     elif name == "pallas_call" and _multiplies(equation.eqn):
         return
-    elif name != "pallas_call" and any(True for _ in bodies(equation.eqn)):
-        yield from zip(ins, _around(g, equation, outs))
-        return
     elif name not in _FOLLOWED and not ours:
+        if name != "pallas_call" and any(True for _ in bodies(equation.eqn)):
+            yield from zip(ins, _around(g, equation, outs))
+            return
         why = _unknown(name)
     yield from ((v, why) for v in ins)
+
+
+def _is_stored(g: Program, v: int) -> bool:
+    """Whether a value is an operand of the program, or a constant, laid out anew, cast or cut."""
+    while (made := g.maker.get(v)) is not None and made.ins:
+        if made.name not in _LAID_OUT and made.name not in ("slice", "dynamic_slice"):
+            return False
+        v = made.ins[0]
+    return True
 
 
 def _unknown(name: str) -> str:
@@ -184,8 +202,6 @@ def _is_continuous(g: Program, compared: Equation) -> bool:
     assert t is not None
     if not math.isfinite(t):
         return True
-    made = g.maker.get(u)
-    first = -1 if made is None else made.index
     stack, seen = [*compared.outs], set()
     while stack:
         v = stack.pop()
@@ -200,7 +216,7 @@ def _is_continuous(g: Program, compared: Equation) -> bool:
                 continue
             known = {compared.outs[0]: 0.0, u: t}, {compared.outs[0]: 1.0, u: t}
             try:
-                low, high = (_at(g, reader.outs[0], dict(env), first) for env in known)
+                low, high = (_at(g, reader.outs[0], dict(env), u) for env in known)
             except Left:
                 return False
             if not abs(low - high) <= ARITHMETIC * max(abs(low), abs(high)):
@@ -208,27 +224,31 @@ def _is_continuous(g: Program, compared: Equation) -> bool:
     return True
 
 
-def _at(g: Program, v: int, known: dict[int, float], first: int) -> float:
-    """Returns a value where others are `known`; of what was made before `first`, a random one."""
+def _at(g: Program, v: int, known: dict[int, float], u: int) -> float:
+    """Returns an element of a value where u and others are `known`; a random one of other values.
+
+    Raises Left where it is not made of elements of these at the same place alone.
+    """
     if v not in known:
-        made, number = g.maker.get(v), g.number(v)
+        made, number, first = g.maker.get(v), g.number(v), g.maker.get(u)
+        before = made is None or first is not None and made.index <= first.index
         if number is not None:
             known[v] = number
-        elif made is None or made.index <= first:
+        elif before or made.name in _MOVED and not g.depends(v, known):
             known[v] = float(np.random.default_rng(v).standard_normal())
         else:
-            known[v] = _computed(g, made, known, first)
+            known[v] = _computed(g, made, known, u)
     return known[v]
 
 
-def _computed(g: Program, made: Equation, known: dict[int, float], first: int) -> float:
+def _computed(g: Program, made: Equation, known: dict[int, float], u: int) -> float:
     name = made.name
     if name == "custom_jvp_call" and made.outs[0] in g.shadows:
-        return _at(g, g.shadows[made.outs[0]], known, first)
-    if name not in _NUMBERS and name not in ("integer_pow", *_LAID_OUT):
+        return _at(g, g.shadows[made.outs[0]], known, u)
+    if name not in _NUMBERS and name not in ("integer_pow", *_SAME):
         raise Left(f"{name} is not computed")
-    operands = [_at(g, u, known, first) for u in made.ins]
-    if name in _LAID_OUT:
+    operands = [_at(g, v, known, u) for v in made.ins]
+    if name in _SAME:
         return operands[0]
     if name == "integer_pow":
         return operands[0] ** made.params["y"]

@@ -20,8 +20,8 @@ from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImp
 
 from ...native import jax_private
 from ...native.jaxpr import JIT, REMAT, bodies, line_of, name_of, params_of, results_of
-from ..dense import epilogue
 from ..dense.matmul import product_p, shared
+from .calls import CALLS, inside_of
 from .closure import UNKNOWN, Origin
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
 
@@ -278,9 +278,9 @@ class Program:
                     return outs
                 self._same[key] = equation.outs
         equation.outs += [self._new(v.aval) for v in eqn.outvars]
-        within, kind = _within(equation) if name in _CALLS else (None, "")
-        if within is not None and kind != "product":
-            outs = self._add_within(within, equation)
+        inside, kind = inside_of(eqn) if name in CALLS else (None, "")
+        if inside is not None and kind != "product":
+            outs = self._add_within(inside, equation)
             self.shadows |= zip(equation.outs, outs) if kind == "same" else ()
         equation.index = len(self.equations)
         self.equations.append(equation)
@@ -298,7 +298,7 @@ class Program:
         elif name in RULES:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
         if kind == "product":
-            self._add_within(within, equation)
+            self._add_within(inside, equation)
             self.equations[-1].outs[:] = equation.outs
         if name not in _WITH_BODIES or self._shadow:
             return equation.outs
@@ -660,7 +660,6 @@ _BROADCASTING = frozenset(
     "add add_any and atan2 complex div eq ge gt le lt max min mul ne nextafter or pow rem "
     "shift_left shift_right_arithmetic shift_right_logical sub xor".split()
 )
-_CALLS = "custom_jvp_call", "custom_vjp_call", epilogue.forward.primitive.name
 _OF_OUR_PRODUCTS = product_p.name, "reshard"  # around their operands; operations gather kernels
 _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
 
@@ -671,75 +670,6 @@ def is_inlined(eqn: Any) -> bool:
         return False
     given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
-
-
-def _within(call: Equation) -> tuple[Any, str]:
-    """Returns the program within a call, or None, and what it says of it.
-
-    "product": one of ours, whose last equation is a `dot_general`. That is added as another maker
-    of the call's own result, so that whatever reads products takes it for any other.
-    "same": a function of JAX, or an activation of ours, whose derivative is the equations'.
-    "border": a user's, whose derivative is its own. Nothing is replaced in it, but what reads its
-    operands within, such as the softmax of logits, is known.
-    """
-    ours = call.name == epilogue.forward.primitive.name
-    avals = tuple(v.aval for v in call.eqn.invars)
-    closed = _defined(call.params["spec"], avals) if ours else call.params.get("call_jaxpr")
-    if call.eqn.effects or closed is None or len(closed.jaxpr.invars) != len(call.ins):
-        return None, ""
-    eqns = closed.jaxpr.eqns
-    if ours:
-        return closed, "same"
-    names = {eqn.primitive.name for eqn in eqns}
-    if product_p.name in names and eqns[-1].primitive.name == "dot_general":
-        return closed, "product"
-    if any(name.startswith("normfuse_") for name in names):
-        return None, ""
-    own = call.name == "custom_jvp_call" and is_jaxs_own(call.eqn)
-    return closed, "same" if own else "border"
-
-
-@functools.lru_cache(maxsize=256)
-def _defined(spec: Any, avals: tuple[Any, ...]) -> Any:
-    """Returns the definition of an activation of ours; None on Explicit axes."""
-    if any(aval.sharding.mesh.explicit_axes for aval in avals):
-        return None
-    return jax.make_jaxpr(functools.partial(epilogue.define_forward, spec))(*avals)
-
-
-def is_jaxs_own(eqn: Any) -> bool:
-    """Whether a function with a derivative of its own is one that JAX has, such as `softmax`.
-
-    Names prove nothing: its program and that of its derivative have to be equal to JAX's. Then its
-    equations say what it is, and their derivative is its derivative but for rounding.
-    """
-    avals = [v.aval for v in eqn.invars]
-    if len(eqn.outvars) != 1 or not avals or not jnp.issubdtype(avals[0].dtype, jnp.floating):
-        return False
-    bind = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
-
-    def text(function: Any) -> str:
-        x = jax.ShapeDtypeStruct(avals[0].shape, avals[0].dtype)
-        others = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[1:]]
-        both = lambda x, dx, *more: jax.jvp(lambda x: function(x, *more), (x,), (dx,))
-        return str(jax.make_jaxpr(both)(x, x, *others))
-
-    candidates = [jax.nn.relu] if len(avals) == 1 else []
-    body = params_of(eqn)["call_jaxpr"].jaxpr
-    axes = [e.params["axes"] for e in body.eqns if "axes" in e.params]
-    if axes:
-        axis = tuple(map(int, axes[0]))
-        candidates += [lambda x, *more: jax.nn.softmax(x, axis, *more)]
-        candidates += [lambda x, *more: jax.nn.softmax(x, axis[0], *more)]
-    theirs = _text_of(text, bind)
-    return bool(theirs) and any(_text_of(text, each) == theirs for each in candidates)
-
-
-def _text_of(text: Callable[[Any], str], function: Any) -> str:
-    try:
-        return text(function)
-    except Exception:  # it takes other operands
-        return ""
 
 
 def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:

@@ -59,11 +59,18 @@ ROUTERS = {  # of x, the router's kernel and a vector
     "softmax": lambda x, w, b: of_best(softmax(x @ w)),
     "norm": lambda x, w, b: of_best((s := x @ w) / jnp.linalg.norm(s, axis=-1, keepdims=True)),
     "groups": lambda x, w, b: of_best((x @ w + b).reshape(R, 4, 4).max(-1)),
+    "keys of a sparse attention": lambda x, w, b: lax.top_k(
+        jnp.einsum("btd,bsd->bts", *[(x @ w).reshape(2, R // 2, X)] * 2), 2
+    )[0],
     "argsort": lambda x, w, b: jnp.asarray(EXPERTS)[jnp.argsort(sigmoid(x @ w))[:, -1]],
     "one-hot": lambda x, w, b: jax.nn.one_hot(jnp.argmax(x @ w + b, -1), X) @ EXPERTS,
     "threshold": lambda x, w, b: jnp.where(sigmoid(x @ w) > 0.5, 1.0, 0.0) @ EXPERTS,
     "times a threshold": lambda x, w, b: ((x @ w) * (x @ w > 0.7)) @ EXPERTS,
     "two thresholds": lambda x, w, b: jnp.where((s := x @ w) > 0, s, jnp.where(s > -1, 0, 1.0)),
+    "a threshold of another element": lambda x, w, b: (
+        (s := (x @ w)[:X]),
+        jnp.where(s > 0, s, s.T),
+    )[1],
     "the largest": lambda x, w, b: ((s := sigmoid(x @ w)) == s.max(-1, keepdims=True)).astype(f32),
     "straight through": lambda x, w, b: (
         (s := sigmoid(x @ w)) + lax.stop_gradient((s > 0.5).astype(f32) - s)
@@ -82,6 +89,12 @@ ROUTERS = {  # of x, the router's kernel and a vector
         b + lax.scan(lambda c, x: (c, x @ w), 0.0, x.reshape(2, R // 2, W))[1]
     ),
     "carried by a scan": lambda x, w, b: of_best(carried(x, w)),
+    "chosen in the next turn": lambda x, w, b: lax.scan(
+        lambda c, _: ((c[1], sigmoid(x @ w), of_best(c[0])), None),
+        (jnp.zeros((R, X)), jnp.zeros((R, X)), jnp.zeros((R, W))),
+        None,
+        length=4,
+    )[0][2],
     "while": lambda x, w, b: lax.while_loop(
         lambda c: c[0].sum() < 900, lambda c: (c[0] + 1, c[1] + 1), (sigmoid(x @ w), x)
     )[1],
@@ -133,6 +146,10 @@ PLAIN = {
     "a linear recurrence": lambda z: lax.scan(lambda c, x: (0.9 * c + x, c), z[0], z)[1],
     "logits of another": lambda z: jnp.argmax((z + 1) @ EXPERTS.T, -1).astype(f32) * z[:, 0],
     "attention": lambda z: jax.nn.dot_product_attention(*[z.reshape(1, R, 4, 8)] * 3),
+    "added at indices": lambda z: jnp.zeros((8, W)).at[np.arange(R) % 8].add(z),
+    "attention, then logits": lambda z: jnp.argmax(
+        jax.nn.dot_product_attention(*[z.reshape(1, R, 4, 8)] * 3).reshape(R, W) @ EXPERTS.T, -1
+    ).astype(f32),
     "fft": lambda z: jnp.fft.rfft(z).real,
 }
 

@@ -319,6 +319,15 @@ def test_layers_in_a_loop_are_one_row(args):
     assert sum("attention" in line.split(",")[0] and "(3)" in line for line in table) == 1, table
 
 
+@pytest.mark.parametrize("batched", [jax.vmap, eqx.filter_vmap])
+def test_rows_tell_batch_from_heads(batched):
+    """Heads are those that a product makes with their features as one dimension."""
+    attend = eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))
+    fused = Fused(batched(lambda x: attend(x, x, x, mask=jnp.tril(jnp.ones((32, 32), bool)))))
+    jax.eval_shape(fused, draw(0, 2, 32, 64))
+    assert [row.what for row in fused.rows] == ["attention 2 x 32, 4 heads of 16, float32"]
+
+
 # ---------------------------------------------------------------- meshes
 
 

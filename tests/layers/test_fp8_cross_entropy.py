@@ -250,6 +250,9 @@ def test_any_number_of_rows_is_in_fp8(rng, monkeypatch, reduction, wanted):
             fp8(x, k, labels[:rows], weights=weights, reduction=reduction, **options)
         )
         run = jax.jit(jax.grad(each, wanted))
+        text = run.lower(x[:rows], kernel).as_text()
+        codes = f"96x{VOCABULARY}xf8E5M2", f"{VOCABULARY}x96xf8E5M2"  # of rows that products take
+        assert options or any(f"tensor<{each}>" in text for each in codes)
         return jax.tree.leaves(run(x[:rows], kernel))
 
     padded, whole = gradients(90, 90), gradients(96, 90)
