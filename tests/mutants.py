@@ -584,6 +584,36 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/scores.py",
+        'frozenset([(replace(t, kind="stopped"), f)])',
+        "frozenset([(t, f)])",
+        "tests/fuse/test_lookalikes.py::test_lookalike[attention: one maximum stopped]",
+    ),
+    Mutant(
+        "layers/fuse/rows.py",
+        "if own >= masks:",
+        "if own:",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[-1e9, other maximum-True]",
+    ),
+    Mutant(
+        "layers/fuse/rows.py",
+        "(z, z, z) if selected else (z, z, n), fill",
+        "(z, z, z), fill",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[times the mask-True]",
+    ),
+    Mutant(
+        "layers/fuse/rows.py",
+        "return n, n, n",
+        "return back",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[a sum of what is seen-True]",
+    ),
+    Mutant(
+        "layers/fuse/attention.py",
+        "rows(visible) & ~some, jnp.nan, 1",
+        "rows(visible) & ~some, 0, 1",
+        "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
+    ),
+    Mutant(
+        "layers/fuse/scores.py",
         'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
         'if name in ("and", "or") and all(map(whole, made.ins)):',
         "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",

@@ -171,7 +171,11 @@ class Form:
             return False
         places = {(t.base, t.axis) for t, _ in self.terms}
         labels = {(t.labels, t.outside) for t, _ in self.terms if t.kind == "pick"}
-        return len(places) == 1 and len(labels) <= 1 and all(t.kind not in MAXIMA for t, _ in self.terms)
+        return (
+            len(places) == 1
+            and len(labels) <= 1
+            and all(t.kind not in MAXIMA for t, _ in self.terms)
+        )
 
 
 def plus(a: Terms, b: Terms, factor: float = 1.0) -> Terms:

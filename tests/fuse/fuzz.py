@@ -86,7 +86,9 @@ class Program:
                 found.append(x.astype(jnp.float32))
             elif kind == "mask":
                 keep = rng.random(shape) < rng.choice([0.5, 0.8])
-                found.append(jnp.asarray(keep | (rng.random() < 0.5) & np.eye(N, dtype=bool)))
+                keep = keep | (rng.random() < 0.5) & np.eye(N, dtype=bool)
+                keep[..., rng.integers(N), :] &= rng.random() < 0.7  # a row that sees nothing
+                found.append(jnp.asarray(keep))
             elif kind == "ids":
                 found.append(jnp.asarray(np.sort(rng.integers(0, 3, shape), -1)))
             else:
@@ -146,8 +148,8 @@ class Writer:
 # ---------------------------------------------------------------- parts of programs
 
 
-def softmax(w, s, axis):
-    """Lines of a softmax of s, or the expression of its weights."""
+def softmax(w, s, axis, late=False):
+    """Lines of a softmax of s: its weights; if `late`, or its exponentials and their sum."""
     keep = f"axis={axis}, keepdims=True"
     which = w.rng.integers(8)
     if which <= 2:
@@ -157,11 +159,17 @@ def softmax(w, s, axis):
     if which == 4:
         return w(f"jnp.exp({s} - jax.nn.logsumexp({s}, {keep}))")
     top = w(f"jnp.max({s}, {keep})")
+    other = top
     if which != 5:
         top = w(f"lax.stop_gradient({top})")
-    e = w(f"jnp.exp({s} - {top})")
-    total = w(f"jnp.sum({e}, {keep})")
-    return w(f"{e} / {total}")
+    e = f = w(f"jnp.exp({s} - {top})")
+    if w.chance(0.1):  # one of two maxima stopped
+        f = w(f"jnp.exp({s} - {other})")
+    if w.chance(0.2):
+        keep_of = w(f"jnp.broadcast_to({mask(w)}, {e}.shape)")
+        e = f = w(w.some("{1} * {0}", "jnp.where({0}, {1}, 0.0)").format(keep_of, e))
+    total = w(f"jnp.sum({f}, {keep})")
+    return w(f"{e} / {total}") if not late or w.chance(0.5) else (e, total)
 
 
 def mask(w):
@@ -176,12 +184,14 @@ def mask(w):
         f"jnp.asarray(np.random.default_rng({w.rng.integers(9)}).random((N, N)) < 0.7)",
         "(lax.broadcasted_iota(np.int32, (N, N), 0) >= lax.broadcasted_iota(np.int32, (N, N), 1))",
         "jnp.eye(N, dtype=bool)",
+        f"({behind} >= {w.some(1, 2)})",  # rows that see nothing
         w.arg("mask", 2) if w.chance(0.6) else "jnp.ones((N, N), bool)",
         "({0}[:, None] == {0}) & ({1} >= 0)".format(w.arg("ids", 1), behind),
     )
 
 
-FILLS = "-1e9", "-1e9", "-1e30", "-jnp.inf", "-1e4", "-2e4", "jnp.finfo(f32).min", "-30.0"
+LEAST = "jnp.finfo(f32).min"
+FILLS = "-1e9", "-1e9", "-1e30", "-jnp.inf", "-1e4", "-2e4", LEAST, "-30.0", f"{LEAST} / .5"
 
 
 def masked(w, s, term):
@@ -201,6 +211,8 @@ def masked(w, s, term):
         else:
             fill = fill if fill.startswith("-1e") else "-1e9"
             s = w(f"{s} + (1.0 - {keep}.astype(f32)) * {fill}")
+        if w.chance(0.05):
+            s = w(f"{s} / 0.5")  # of the least number: -inf
     return s
 
 
@@ -225,16 +237,21 @@ def attention(w):
     if w.chance(0.12):
         s = w(f"3.0 * jnp.tanh({s} / 3.0)")
     if w.chance(0.12):
-        s = w(f"{s} + {w.arg('float', w.some(2, rank, 1))}")
+        bias = w.arg("float", w.some(2, rank, 1))
+        if w.chance(0.2):  # one of -inf, in a whole row at times
+            row = w.some(f"jnp.arange(N) == {w.some(0, 2)}", mask(w))
+            bias = w(f"jnp.where({row}, -jnp.inf, {bias}.T).T")
+        s = w(f"{s} + {bias}")
     if w.chance(0.7):
         s = masked(w, s, scores)
     axis = scores.index("s") - (len(scores) if w.chance(0.5) else 0)
     if w.chance(0.08):
         p = w(f"jax.nn.softmax({s}, axis={axis}, where={mask(w)})")
     else:
-        p = softmax(w, s, axis)
+        p = softmax(w, s, axis, late=scores[:-1] == out[:-1] and scores[-1] == "s")
+    p, total = p if isinstance(p, tuple) else (p, "")
     y = w(f'jnp.einsum("{scores},{v}->{out}", {p}, {c})')
-    w.keep(y, rank)
+    w.keep(w(f"{y} / {total}") if total else y, rank)
 
 
 def loss(w):
@@ -268,8 +285,10 @@ def loss(w):
             hot = w(f"jax.nn.one_hot({y}, N) * 0.9 + 0.1 / N")
             l = w(f"-jnp.sum({p} * {hot}, axis=-1)")
     else:
-        top = w(f"lax.stop_gradient(jnp.max({z}, axis=-1, keepdims=True))")
-        lse = w(f"jnp.log(jnp.sum(jnp.exp({z} - {top}), axis=-1)) + {top}[..., 0]")
+        top = other = w(f"lax.stop_gradient(jnp.max({z}, axis=-1, keepdims=True))")
+        if w.chance(0.2):  # one of two maxima stopped
+            other = w(f"jnp.max({z}, axis=-1, keepdims=True)")
+        lse = w(f"jnp.log(jnp.sum(jnp.exp({z} - {top}), axis=-1)) + {other}[..., 0]")
         pick = w(f"jnp.sum({z} * jax.nn.one_hot({y}, N), axis=-1)")
         l = w(f"{lse} - {pick}")
     if w.chance(0.3):
