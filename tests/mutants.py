@@ -542,6 +542,12 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/losses.py",
+        "jnp.minimum(labels, self.vocabulary).astype(jnp.int32)",
+        "labels",
+        "tests/fuse/test_extremes.py::test_labels_of_other_integers[uint32-one-hot p]",
+    ),
+    Mutant(
+        "layers/fuse/losses.py",
         "return (labels >= 0) & (labels < self.vocabulary)",
         "return (labels >= 0) & (labels <= self.vocabulary)",
         "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",

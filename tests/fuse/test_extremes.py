@@ -290,6 +290,34 @@ def test_labels_outside(name, reduced, monkeypatch):
         close((got[0],), (want[0],))
 
 
+@pytest.mark.parametrize("name", ["lse - one-hot z", "one-hot p", "p[rows, y]"])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32, jnp.int8])
+def test_labels_of_other_integers(name, dtype, monkeypatch):
+    """An unsigned label has no -1, and one of 8 bits no size of a vocabulary."""
+    monkeypatch.setattr(losses, "SMALLEST", 2)
+    labels = jnp.array([1, 2, V, 100, 127, 0], dtype)
+    if dtype == jnp.uint32:
+        labels = labels.at[3].set(2**32 - 1)
+    function = lambda x, w, y: PICKED[name](x @ w, y)
+    args = [draw(0, len(labels), 16), draw(1, 16, V), labels]
+    want, got, _, fused = both(function, args)
+    assert fused.served() == {"loss": 1}, str(fused)
+    close(got, want)
+
+
+def test_a_label_of_minus_one_among_selected_rows(monkeypatch):
+    """-V - 1 is -1 after JAX has wrapped it: outside, thus NaN, and no row that costs nothing."""
+    monkeypatch.setattr(losses, "SMALLEST", 2)
+    labels = jnp.array([1, 2, -V - 1, 0])
+
+    def function(x, w, y):
+        loss = -jnp.take_along_axis(log_softmax(x @ w), y[:, None], 1, mode="fill")[:, 0]
+        return jnp.where(y > 1, 0.0, loss).sum()
+
+    want, got, _, fused = both(function, [draw(0, len(labels), 16), draw(1, 16, V), labels])
+    assert fused.served() == {"loss": 1} and np.isnan(want[0][0]) and np.isnan(got[0][0])
+
+
 # ---------------------------------------------------------------- norms
 
 
