@@ -295,7 +295,7 @@ def test_labels_outside(name, reduced, monkeypatch):
 def test_labels_of_other_integers(name, dtype, monkeypatch):
     """An unsigned label has no -1, and one of 8 bits no size of a vocabulary."""
     monkeypatch.setattr(losses, "SMALLEST", 2)
-    labels = jnp.array([1, 2, V, 100, 127, 0], dtype)
+    labels = jnp.array([1, 2, V, 100, 127, 0, 5], dtype)
     if dtype == jnp.uint32:
         labels = labels.at[3].set(2**32 - 1)
     function = lambda x, w, y: PICKED[name](x @ w, y)
