@@ -613,6 +613,12 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/losses.py",
+        "jnp.minimum(labels, self.vocabulary).astype(jnp.int32)",
+        "labels",
+        "tests/fuse/test_extremes.py::test_labels_of_other_integers[uint32-one-hot p]",
+    ),
+    Mutant(
+        "layers/fuse/losses.py",
         "return (labels >= 0) & (labels < self.vocabulary)",
         "return (labels >= 0) & (labels <= self.vocabulary)",
         "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",
@@ -652,6 +658,36 @@ MUTANTS = [
         "if m.fill + reach > MASKED:",
         "if m.fill > 0:",
         "tests/fuse/test_lookalikes.py::test_lookalike[attention: a small number]",
+    ),
+    Mutant(
+        "layers/fuse/scores.py",
+        'frozenset([(replace(t, kind="stopped"), f)])',
+        "frozenset([(t, f)])",
+        "tests/fuse/test_lookalikes.py::test_lookalike[attention: one maximum stopped]",
+    ),
+    Mutant(
+        "layers/fuse/rows.py",
+        "if own >= masks:",
+        "if own:",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[-1e9, other maximum-True]",
+    ),
+    Mutant(
+        "layers/fuse/rows.py",
+        "(z, z, z) if selected else (z, z, n), fill",
+        "(z, z, z), fill",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[times the mask-True]",
+    ),
+    Mutant(
+        "layers/fuse/rows.py",
+        "return n, n, n",
+        "return back",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[a sum of what is seen-True]",
+    ),
+    Mutant(
+        "layers/fuse/attention.py",
+        "rows(visible) & ~some, jnp.nan, 1",
+        "rows(visible) & ~some, 0, 1",
+        "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
     ),
     Mutant(
         "layers/fuse/scores.py",

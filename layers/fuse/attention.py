@@ -15,7 +15,7 @@ from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Left, Program, Site, called
 from .rows import ABSORBING, NUMBER, Row
-from .scores import Form, Mask, Operands, ScoreForms
+from .scores import Form, Mask, Operands, ScoreForms, Scores
 
 MASKED = -1e4
 """What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
@@ -252,19 +252,26 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, row: Row, parts: Part
     if row.number is not None and np.asarray(1 / s, row.value.dtype) == row.value:
         row = replace(row, value=np.float64(1 / s))  # a mean, without the rounding
     _sort_empty(form, row, parts, run_time, sees)
+    _sort_biases(g, forms, base, row, parts)
+
+
+def _sort_biases(g: Program, forms: ScoreForms, base: Scores, row: Row, parts: Parts) -> None:
+    """Takes over the biases that differ along the softmax's axis, if it can compute them."""
+    keys = parts.groups[3]
     changed = any(m.changed for m in base.masks)
     for bias, dims, factor in base.biases:
         if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
             raise Left("what is added to masked scores is made of scores")
-        if not set(atoms(dims)) & set(keys):
-            continue  # the same along the softmax's axis: no effect
+        two, known = two_valued(g, bias), g.const(bias)
+        finite = np.isfinite(two[1:] if two else known if known is not None else np.nan).all()
+        if finite and not set(atoms(dims)) & set(keys):
+            continue  # the same along the softmax's axis: no effect, but for infinities
         if bias in forms.of and forms.of[bias].along and not _is_plain(forms, bias):
             raise Left("what is added to the scores is a product of the same softmax")
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
-        two, known = two_valued(g, bias), g.const(bias)
-        if known is None and two is None or known is not None and np.isneginf(known).any():
-            parts.hidden = _hidden(base.masks, row, 1 / s)
+        if not finite:
+            parts.hidden = _hidden(base.masks, row, 1 / size(keys))
         sizes = [n * factor for n in two.numbers] if two else []
         if known is not None and known.size:  # each query's largest: a mask may be lower
             along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))

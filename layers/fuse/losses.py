@@ -107,9 +107,18 @@ class Loss(Site):
         left = tuple((a,) for a in self.rows if a not in self.summed)
         return arrange(y, left, self.dims).astype(self.aval.dtype)
 
-    def _inside(self, read: Any, place: Any) -> Any:
+    def _words(self, read: Any, place: Any) -> Any:
+        """The labels, in a dtype that has -1 and the size of the vocabulary."""
         assert self.labels is not None
         labels = place(read(self.labels[0]), self.labels[1])
+        if jnp.iinfo(labels.dtype).max < self.vocabulary:
+            return labels.astype(jnp.int32)
+        if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
+            return jnp.minimum(labels, self.vocabulary).astype(jnp.int32)
+        return labels
+
+    def _inside(self, read: Any, place: Any) -> Any:
+        labels = self._words(read, place)
         return (labels >= 0) & (labels < self.vocabulary)
 
     def _total(self, read: Any, place: Any, selected: Any, weights: Any) -> Any:
@@ -143,12 +152,14 @@ class Loss(Site):
         if self.labels is None:
             labels = jnp.zeros(x.shape[:-1], jnp.int32)
         else:
-            labels = place(read(self.labels[0]), self.labels[1])
+            labels = self._words(read, place)
         clipped = "clip" in self.outside or "drop" in self.outside
         if clipped or "nan" in self.outside and alone:
             labels = jnp.clip(labels, 0, self.vocabulary - 1)
         elif "0" in self.outside:
             labels, ignore = jnp.where((labels >= 0) & (labels < self.vocabulary), labels, -1), -1
+        elif selected is not None:  # -1 is a label outside here, and not ignored
+            labels = jnp.where(labels < 0, self.vocabulary, labels)
         if selected is not None:  # the others cost 0, whatever their labels
             labels, ignore = jnp.where(selected, labels, -1), -1
         return linear_cross_entropy(

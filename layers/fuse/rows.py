@@ -163,6 +163,8 @@ def _times(back: Any, factor: Any) -> Any:
 def _elementwise(made: Equation, rows: list[Row], own: list[bool], masked: bool, dtype: Any) -> Row:
     name = {"add_any": "add"}.get(made.name, made.name)
     values = [r.value for r in rows]
+    if name == "max":  # with -inf
+        return rows[own.index(True)]
     if name == "select_n":  # logsumexp: rows of infinities have the maximum 0
         row = rows[own.index(True)]
         if row.number is None:

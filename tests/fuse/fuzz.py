@@ -52,6 +52,14 @@ log-sum-exp, have the rounding of large scores.
 ROUNDED = 2.0**-5  # twice the change by a cast to bfloat16 on the way
 
 
+def hides(seed):
+    """Whether a program may have a row that sees nothing, or one maximum of two stopped.
+
+    The others are what they were before there were such, since tests name some by their numbers.
+    """
+    return seed % 5 in (2, 4)
+
+
 @dataclasses.dataclass
 class Program:
     """Lines of a function, its arguments (name: kind and rank) and results, and its wrapper."""
@@ -86,7 +94,10 @@ class Program:
                 found.append(x.astype(jnp.float32))
             elif kind == "mask":
                 keep = rng.random(shape) < rng.choice([0.5, 0.8])
-                found.append(jnp.asarray(keep | (rng.random() < 0.5) & np.eye(N, dtype=bool)))
+                keep = keep | (rng.random() < 0.5) & np.eye(N, dtype=bool)
+                if hides(self.seed):
+                    keep[..., rng.integers(N), :] &= rng.random() < 0.7
+                found.append(jnp.asarray(keep))
             elif kind == "ids":
                 found.append(jnp.asarray(np.sort(rng.integers(0, 3, shape), -1)))
             else:
@@ -102,7 +113,7 @@ class Writer:
     """Writes lines; every random choice is of one generator."""
 
     def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.hides = np.random.default_rng(seed), hides(seed)
         self.lines, self.args, self.made, self.results = [], {}, [], []
 
     def some(self, *choices):
@@ -110,6 +121,10 @@ class Writer:
 
     def chance(self, p):
         return self.rng.random() < p
+
+    def rarely(self, p):
+        """Of programs that may hide rows alone."""
+        return self.hides and self.chance(p)
 
     def number(self, *choices):
         return repr(float(self.some(*choices)))
@@ -146,8 +161,8 @@ class Writer:
 # ---------------------------------------------------------------- parts of programs
 
 
-def softmax(w, s, axis):
-    """Lines of a softmax of s, or the expression of its weights."""
+def softmax(w, s, axis, late=False):
+    """Lines of a softmax of s: its weights; if `late`, or its exponentials and their sum."""
     keep = f"axis={axis}, keepdims=True"
     which = w.rng.integers(8)
     if which <= 2:
@@ -157,11 +172,17 @@ def softmax(w, s, axis):
     if which == 4:
         return w(f"jnp.exp({s} - jax.nn.logsumexp({s}, {keep}))")
     top = w(f"jnp.max({s}, {keep})")
+    other = top
     if which != 5:
         top = w(f"lax.stop_gradient({top})")
-    e = w(f"jnp.exp({s} - {top})")
-    total = w(f"jnp.sum({e}, {keep})")
-    return w(f"{e} / {total}")
+    e = f = w(f"jnp.exp({s} - {top})")
+    if w.rarely(0.1):  # one of two maxima stopped
+        f = w(f"jnp.exp({s} - {other})")
+    if w.rarely(0.2):
+        keep_of = w(f"jnp.broadcast_to({mask(w)}, {e}.shape)")
+        e = f = w(w.some("{1} * {0}", "jnp.where({0}, {1}, 0.0)").format(keep_of, e))
+    total = w(f"jnp.sum({f}, {keep})")
+    return (e, total) if late and w.rarely(0.5) else w(f"{e} / {total}")
 
 
 def mask(w):
@@ -176,6 +197,7 @@ def mask(w):
         f"jnp.asarray(np.random.default_rng({w.rng.integers(9)}).random((N, N)) < 0.7)",
         "(lax.broadcasted_iota(np.int32, (N, N), 0) >= lax.broadcasted_iota(np.int32, (N, N), 1))",
         "jnp.eye(N, dtype=bool)",
+        *([f"({behind} >= {w.some(1, 2)})"] if w.hides else []),  # rows that see nothing
         w.arg("mask", 2) if w.chance(0.6) else "jnp.ones((N, N), bool)",
         "({0}[:, None] == {0}) & ({1} >= 0)".format(w.arg("ids", 1), behind),
     )
@@ -201,6 +223,8 @@ def masked(w, s, term):
         else:
             fill = fill if fill.startswith("-1e") else "-1e9"
             s = w(f"{s} + (1.0 - {keep}.astype(f32)) * {fill}")
+        if w.rarely(0.05):
+            s = w(f"{s} / 0.5")  # of the least number: -inf
     return s
 
 
@@ -225,16 +249,21 @@ def attention(w):
     if w.chance(0.12):
         s = w(f"3.0 * jnp.tanh({s} / 3.0)")
     if w.chance(0.12):
-        s = w(f"{s} + {w.arg('float', w.some(2, rank, 1))}")
+        bias = w.arg("float", w.some(2, rank, 1))
+        if w.rarely(0.2):  # one of -inf, in a whole row at times
+            row = w.some(f"jnp.arange(N) == {w.some(0, 2)}", mask(w))
+            bias = w(f"jnp.where({row}, -jnp.inf, {bias}.T).T")
+        s = w(f"{s} + {bias}")
     if w.chance(0.7):
         s = masked(w, s, scores)
     axis = scores.index("s") - (len(scores) if w.chance(0.5) else 0)
     if w.chance(0.08):
         p = w(f"jax.nn.softmax({s}, axis={axis}, where={mask(w)})")
     else:
-        p = softmax(w, s, axis)
+        p = softmax(w, s, axis, late=scores[:-1] == out[:-1] and scores[-1] == "s")
+    p, total = p if isinstance(p, tuple) else (p, "")
     y = w(f'jnp.einsum("{scores},{v}->{out}", {p}, {c})')
-    w.keep(y, rank)
+    w.keep(w(f"{y} / {total}") if total else y, rank)
 
 
 def loss(w):
@@ -268,8 +297,10 @@ def loss(w):
             hot = w(f"jax.nn.one_hot({y}, N) * 0.9 + 0.1 / N")
             l = w(f"-jnp.sum({p} * {hot}, axis=-1)")
     else:
-        top = w(f"lax.stop_gradient(jnp.max({z}, axis=-1, keepdims=True))")
-        lse = w(f"jnp.log(jnp.sum(jnp.exp({z} - {top}), axis=-1)) + {top}[..., 0]")
+        top = other = w(f"lax.stop_gradient(jnp.max({z}, axis=-1, keepdims=True))")
+        if w.rarely(0.2):  # one of two maxima stopped
+            other = w(f"jnp.max({z}, axis=-1, keepdims=True)")
+        lse = w(f"jnp.log(jnp.sum(jnp.exp({z} - {top}), axis=-1)) + {other}[..., 0]")
         pick = w(f"jnp.sum({z} * jax.nn.one_hot({y}, N), axis=-1)")
         l = w(f"{lse} - {pick}")
     if w.chance(0.3):

@@ -113,6 +113,141 @@ def test_a_mask_of_1e4(name, keep, at_run_time):
         np.testing.assert_allclose(got[0][0][:, 4], args[2].mean(1), rtol=1e-5, atol=1e-6)
 
 
+# ---------------------------------------------------------------- rows that see nothing
+
+LEAST = jnp.finfo(jnp.float32).min
+
+
+def exps(s, of=None):
+    """Exponentials of scores less their maximum, or that of others."""
+    return jnp.exp(s - lax.stop_gradient(jnp.max(s if of is None else of, -1, keepdims=True)))
+
+
+def parts(e, **options):
+    return e / jnp.sum(e, -1, keepdims=True, **options)
+
+
+def late(e):
+    return e, jnp.sum(e, -1, keepdims=True)
+
+
+# Weights of scores and a mask, or such and what the product with the values is divided by; and
+# whether they are served where the mask may hide a whole row.
+WEIGHTS = {
+    "times the mask": (lambda s, m: parts(exps(s) * m), False),
+    "times the mask, divided late": (lambda s, m: late(exps(s) * m), False),
+    "times the mask again": (lambda s, m: parts(exps(s) * m) * m, False),
+    "times a reciprocal": (lambda s, m: (e := exps(s) * m) * (1 / late(e)[1]), False),
+    "0 elsewhere": (lambda s, m: parts(jnp.where(m, exps(s), 0.0)), True),
+    "0 elsewhere, divided late": (lambda s, m: late(jnp.where(m, exps(s), 0.0)), True),
+    "0 elsewhere, twice": (lambda s, m: jnp.where(m, parts(jnp.where(m, exps(s), 0.0)), 0), True),
+    "a sum of what is seen": (lambda s, m: jnp.where(m, parts(exps(s), where=m), 0.0), False),
+    "-1e9, other maximum": (lambda s, m: parts(exps(jnp.where(m, s, -1e9), s)), False),
+    "-1e9, other maximum, divided late": (
+        lambda s, m: late(exps(jnp.where(m, s, -1e9), s)),
+        False,
+    ),
+    "-inf, other maximum": (lambda s, m: parts(exps(jnp.where(m, s, -jnp.inf), s)), True),
+    "-1e9 added, other maximum": (lambda s, m: parts(exps(s + jnp.where(m, 0, -1e9), s)), False),
+    "-inf added": (lambda s, m: parts(exps(s + jnp.where(m, 0, -jnp.inf))), False),
+    "least / .5": (lambda s, m: parts(exps(jnp.where(m, s, LEAST) / 0.5)), True),
+    "least / .5 added": (lambda s, m: parts(exps((s + jnp.where(m, 0, LEAST)) / 0.5)), False),
+    "least / .5 and times the mask": (
+        lambda s, m: parts(exps(jnp.where(m, s, LEAST) / 0.5) * m),
+        True,
+    ),
+    "-1e9 and times the mask": (lambda s, m: parts(exps(jnp.where(m, s, -1e9)) * m), True),
+    "-1e9 and where=": (lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e9), where=m), True),
+    "least, less its log-sum-exp": (
+        lambda s, m: jnp.exp(
+            (x := jnp.where(m, s, LEAST)) - jax.nn.logsumexp(x, -1, keepdims=True)
+        ),
+        True,
+    ),
+    "-inf, then causal -1e9": (
+        lambda s, m: parts(exps(jnp.where(CAUSAL, jnp.where(m, s, -jnp.inf), -1e9))),
+        False,
+    ),
+    "eps in the sum": (lambda s, m: (e := exps(s) * m) / (late(e)[1] + 1e-9), False),
+    "NaN replaced": (
+        lambda s, m: jnp.nan_to_num(parts(exps(jnp.where(m, s, -jnp.inf)))),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name, at_run_time", half(WEIGHTS, [True, False]))
+def test_rows_that_see_nothing(name, at_run_time):
+    """Values and gradients are theirs, NaN among them, or the attention stays."""
+    weights, served = WEIGHTS[name]
+
+    def attention(q, k, v, mask=EMPTY):
+        found = weights(jnp.einsum("btd,bsd->bts", q, k) * 0.35, jnp.asarray(mask))
+        p, total = found if isinstance(found, tuple) else (found, 1.0)
+        return jnp.einsum("bts,bsd->btd", p, v) / total
+
+    args = [*draws(*((2, T, T),) * 3), *([jnp.asarray(EMPTY)] if at_run_time else [])]
+    fused = Fused(attention)
+    want, got = fuse_cases.run(attention, fused, args=args)["float32"]
+    close(got, want)
+    assert fused.served() == ({"attention": 1} if served else {}), str(fused)
+
+
+BIASED = {
+    "no mask": lambda s, b, m: s + b,
+    "causal -1e9": lambda s, b, m: jnp.where(CAUSAL, s + b, -1e9),
+    "causal -1e9 added": lambda s, b, m: s + b + jnp.where(CAUSAL, 0, -1e9),
+    "causal -inf added": lambda s, b, m: s + b + jnp.where(CAUSAL, 0, -jnp.inf),
+    "-1e9": lambda s, b, m: jnp.where(m, s + b, -1e9),
+    "-1e9 added": lambda s, b, m: s + b + jnp.where(m, 0, -1e9),
+    "-1e30 added": lambda s, b, m: s + b + jnp.where(m, 0, -1e30),
+    "-inf, then the bias": lambda s, b, m: jnp.where(m, s, -jnp.inf) + b,
+    "-inf after the bias": lambda s, b, m: jnp.where(m, s + b, -jnp.inf),
+    "twice the bias": lambda s, b, m: s + 2 * b,
+}
+HIDING = np.zeros((T, T), np.float32)
+HIDING[2, :], HIDING[5, :6], HIDING[T - 1, :], HIDING[6, 3:] = (-np.inf,) * 4
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_a_bias_that_hides_rows(name):
+    """Values are theirs, and gradients: but a NaN may reach the gradient of more keys."""
+
+    def attention(q, k, v, b, mask):
+        s = BIASED[name](jnp.einsum("btd,bsd->bts", q, k) * 0.35, b, mask)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(s), v)
+
+    args = [*draws(*((2, T, T),) * 3), draw(4, T, T) + HIDING, jnp.asarray(EMPTY)]
+    fused = Fused(attention)
+    want, got = fuse_cases.run(attention, fused, args=args)["float32"]
+    # A float32 beside 1e9 has no digits left of scores.
+    rounding = 0.3 if name.endswith("-1e9 added") else None
+    close((got[0],), (want[0],), rounding)
+    if not name.startswith("-inf"):
+        close((got[1],), (want[1],), rounding)
+    else:
+        for a, b in zip(got[1], want[1]):
+            assert np.isnan(np.asarray(a)[np.isnan(b)]).all()
+    assert fused.served() == ({} if name == "-inf, then the bias" else {"attention": 1}), fused
+
+
+@pytest.mark.parametrize("name", ["twice a bias", "the least number added, and a bias"])
+def test_float64_stays_float64(name):
+    def attention(q, k, v, b, mask):
+        s = jnp.einsum("btd,bsd->bts", q, k) * 0.35 + 2 * b
+        if name != "twice a bias":
+            s = s + jnp.where(mask, 0.0, jnp.finfo(jnp.float64).min)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(s), v)
+
+    with jax.enable_x64(True):
+        args = fuse_cases.cast(draws(*((2, T, T),) * 3, (T, T)), jnp.float64)
+        args = [*args[:3], args[3] / 3, jnp.asarray(EMPTY)]
+        fused = Fused(attention)
+        want, got = (fuse_cases.both_ways(f, args) for f in (attention, fused))
+        assert fused.served() == {"attention": 1}
+        close(got, want, 1e-12)
+
+
 # ---------------------------------------------------------------- labels outside the vocabulary
 
 OUTSIDE = jnp.array([1, 2, -1, -100, V, V + 3, 0])
@@ -153,6 +288,34 @@ def test_labels_outside(name, reduced, monkeypatch):
         close(got, want)
     else:
         close((got[0],), (want[0],))
+
+
+@pytest.mark.parametrize("name", ["lse - one-hot z", "one-hot p", "p[rows, y]"])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32, jnp.int8])
+def test_labels_of_other_integers(name, dtype, monkeypatch):
+    """An unsigned label has no -1, and one of 8 bits no size of a vocabulary."""
+    monkeypatch.setattr(losses, "SMALLEST", 2)
+    labels = jnp.array([1, 2, V, 100, 127, 0, 5], dtype)
+    if dtype == jnp.uint32:
+        labels = labels.at[3].set(2**32 - 1)
+    function = lambda x, w, y: PICKED[name](x @ w, y)
+    args = [draw(0, len(labels), 16), draw(1, 16, V), labels]
+    want, got, _, fused = both(function, args)
+    assert fused.served() == {"loss": 1}, str(fused)
+    close(got, want)
+
+
+def test_a_label_of_minus_one_among_selected_rows(monkeypatch):
+    """-V - 1 is -1 after JAX has wrapped it: outside, thus NaN, and no row that costs nothing."""
+    monkeypatch.setattr(losses, "SMALLEST", 2)
+    labels = jnp.array([1, 2, -V - 1, 0])
+
+    def function(x, w, y):
+        loss = -jnp.take_along_axis(log_softmax(x @ w), y[:, None], 1, mode="fill")[:, 0]
+        return jnp.where(y > 1, 0.0, loss).sum()
+
+    want, got, _, fused = both(function, [draw(0, len(labels), 16), draw(1, 16, V), labels])
+    assert fused.served() == {"loss": 1} and np.isnan(want[0][0]) and np.isnan(got[0][0])
 
 
 # ---------------------------------------------------------------- norms

@@ -229,6 +229,23 @@ attention_case(
     attend(weights=lambda s: jnp.exp(s) / stop(jnp.exp(s).sum(-1, keepdims=True))),
     left=True,
 )
+
+
+def in_parts(first, second):
+    """A softmax whose numerator and denominator have the maximum subtracted each on its own."""
+
+    def weights(s):
+        top = s.max(-1, keepdims=True)
+        return jnp.exp(s - first(top)) / jnp.exp(s - second(top)).sum(-1, keepdims=True)
+
+    return weights
+
+
+unstopped = lambda x: x
+attention_case("one maximum stopped", attend(weights=in_parts(stop, unstopped)), left=True)
+attention_case("the other maximum stopped", attend(weights=in_parts(unstopped, stop)), left=True)
+attention_case("both maxima stopped", attend(weights=in_parts(stop, stop)))
+attention_case("neither maximum stopped", attend(weights=in_parts(unstopped, unstopped)))
 attention_case("scores stopped", attend(lambda s: stop(s)))
 attention_case("queries stopped", lambda q, k, v: attend(masked())(stop(q), k, v))
 attention_case(
@@ -495,6 +512,26 @@ loss_case("a NumPy float64 factor", lambda z, y: integers(z * np.float64(0.7), y
 loss_case("shifted by a maximum of all", lambda z, y: integers(z - z.max(), y).mean())
 loss_case(
     "the log-sum-exp stopped", lambda z, y: (stop(logsumexp(z, -1)) - picked(z, y)).sum(), left=True
+)
+
+
+def lse_in_parts(z, first, second):
+    top = z.max(-1, keepdims=True)
+    return (jnp.log(jnp.exp(z - first(top)).sum(-1, keepdims=True)) + second(top))[..., 0]
+
+
+for first, second in ((stop, unstopped), (unstopped, stop), (stop, stop)):
+    loss_case(
+        f"maxima stopped: {first is stop}, {second is stop}",
+        lambda z, y, first=first, second=second: (
+            lse_in_parts(z, first, second) - picked(z, y)
+        ).sum(),
+        left=first is not second,
+    )
+loss_case(
+    "a maximum less itself, stopped",
+    lambda z, y: (logsumexp(z, -1) - picked(z, y) + z.max(-1) - stop(z.max(-1))).sum(),
+    left=True,
 )
 loss_case("logits stopped", lambda z, y: integers(stop(z), y).sum() + z.sum())
 loss_case(
