@@ -263,7 +263,7 @@ def _sort_biases(g: Program, forms: ScoreForms, base: Scores, row: Row, parts: P
         if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
             raise Left("what is added to masked scores is made of scores")
         two, known = two_valued(g, bias), g.const(bias)
-        finite = np.isfinite(two[1:] if two else known if known is not None else np.nan).all()
+        finite = np.isfinite(two.numbers if two else np.nan if known is None else known).all()
         if finite and not set(atoms(dims)) & set(keys):
             continue  # the same along the softmax's axis: no effect, but for infinities
         if bias in forms.of and forms.of[bias].along and not _is_plain(forms, bias):
