@@ -541,6 +541,7 @@ def _one_hot(g: ScoreForms, form: Form, pred: int, dims: Dims) -> Form | None:
 
 
 def _select(g: ScoreForms, made: Equation, _: Any, no: Form | None, yes: Form | None, *more: Any):
+    """A form or a number: `rows.py` proves what is left of a row that has the number alone."""
     if more or g.program.avals[made.ins[0]].dtype != jnp.bool_ or no and yes:
         return None
     for form, other, keep in ((yes, made.ins[1], True), (no, made.ins[2], False)):
@@ -565,6 +566,8 @@ def _select(g: ScoreForms, made: Equation, _: Any, no: Form | None, yes: Form | 
 
 
 def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
+    """Proves max (s + c) = max s + c and Σ exp(s + c) = exp(lse s + c) with derivatives, where c is
+    constant along the axis that is reduced, the terms' own."""
     if form is None or form.mixed:
         return None
     axes = tuple(map(int, made.params["axes"]))
@@ -700,6 +703,7 @@ def _call(g: ScoreForms, made: Equation, *_: Any) -> Form | None:
 
 
 def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:
+    """Functions of one operand; under `stop_gradient` maxima only, as other terms."""
     if form is None or form.mixed or form.hot or form.weights:
         return None
     s = form.base
