@@ -61,7 +61,8 @@ def is_array(x: Any) -> bool:
 
 
 def _is_floating(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    is_array_like = hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)
+    return is_array_like and jnp.issubdtype(x.dtype, jnp.floating)  # as no class of numbers is
 
 
 def origins_of(args: Any, kwargs: Any) -> list[Origin]:
