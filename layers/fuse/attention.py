@@ -308,9 +308,10 @@ def _sort_empty(form: Form, row: Row, parts: Parts, run_time: list[Mask], sees: 
     if row.kind == "mixed":
         raise Left("what its rows are that see nothing is not one number")
     if row.kind == "shifted" or any(m.added for m in masks):
-        if len(masks) > 1 or not sees or masks[0].fill == -math.inf:
+        first = next(iter(masks))
+        if len(masks) > 1 or not sees or first.fill == -math.inf:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        parts.added = masks[0].fill
+        parts.added = first.fill
     elif row.back[NUMBER] or any(m.changed for m in masks):
         raise Left("rows that may see nothing have a gradient, or one that is NaN")
     if row.number is not None:
@@ -423,7 +424,8 @@ def attend(q, k, v, bias, mask, *, hidden, **options):
     if hidden == -jnp.inf:
         y = _attend(q, k, v, bias, mask, **options)
         return y * jnp.where(rows(visible) & ~some, jnp.nan, 1).astype(y.dtype)
-    own = {name: options[name] for name in ("softcap", "scale")} | {"implementation": "xla"}
+    own: dict[str, Any] = {"implementation": "xla"}
+    own |= {name: options[name] for name in ("softcap", "scale")}
     wide = jnp.promote_types(v.dtype, jnp.float32)
 
     def general(q, k, v, bias, mask):
@@ -467,6 +469,7 @@ def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added
     rows = some.swapaxes(1, 2)[..., None]
     wide = jnp.promote_types(v.dtype, jnp.float32)
     if added is not None:  # it absorbs them
+        assert empty is not None
 
         def general(q, k, v, bias, mask):
             number = jnp.where(mask, 0, jnp.asarray(added, wide))
@@ -482,6 +485,7 @@ def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added
         head = jnp.any(~jnp.broadcast_to(rows, (*q.shape[:-1], 1)), 1, keepdims=True)
         head = jnp.any(head.reshape(*head.shape[:2], k.shape[2], -1), -1)[..., None]
         return jnp.where(rows, plain(q, k, _spoiled(v, head)), jnp.nan)
+    assert empty is not None
     every = empty * jnp.sum(v.astype(wide), 1, keepdims=True)
     y = plain(q, k, v)
     return jnp.where(rows, y, jnp.repeat(every.astype(y.dtype), q.shape[2] // k.shape[2], 2))

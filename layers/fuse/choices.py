@@ -172,12 +172,13 @@ def _around(g: Program, equation: Equation, outs: Reasons) -> Reasons:
 
 def _repeated(body: Program, outs: Reasons, first: int, carried: int) -> Reasons:
     """Returns why the operands of a loop's body choose, whose carry is the next turn's."""
-    outs, again = list(outs), True
-    while again:
+    outs = list(outs)
+    while True:
         found = _read(body, outs)
         carry = [a or b for a, b in zip(outs, found[first : first + carried])]
-        again = [*map(bool, carry)] != [*map(bool, outs[:carried])]
-        outs[:carried] = carry
+        known, outs[:carried] = outs[:carried], carry
+        if [*map(bool, carry)] == [*map(bool, known)]:
+            break
     return [*found[:first], *outs[:carried], *found[first + carried :]]
 
 
@@ -231,10 +232,15 @@ def _at(g: Program, v: int, known: dict[int, float], u: int) -> float:
     """
     if v not in known:
         made, number, first = g.maker.get(v), g.number(v), g.maker.get(u)
-        before = made is None or first is not None and made.index <= first.index
         if number is not None:
             known[v] = number
-        elif before or made.name in _MOVED and not g.depends(v, known):
+        elif (
+            made is None
+            or first is not None
+            and made.index <= first.index
+            or made.name in _MOVED
+            and not g.depends(v, known)
+        ):
             known[v] = float(np.random.default_rng(v).standard_normal())
         else:
             known[v] = _computed(g, made, known, u)
@@ -245,7 +251,7 @@ def _computed(g: Program, made: Equation, known: dict[int, float], u: int) -> fl
     name = made.name
     if name == "custom_jvp_call" and made.outs[0] in g.shadows:
         return _at(g, g.shadows[made.outs[0]], known, u)
-    if name not in _NUMBERS and name not in ("integer_pow", *_SAME):
+    if name not in _NUMBERS and name not in ("integer_pow", "select_n", *_SAME):
         raise Left(f"{name} is not computed")
     operands = [_at(g, v, known, u) for v in made.ins]
     if name in _SAME:

@@ -202,7 +202,8 @@ def rewritten(
     except Exception as error:
         why = explained(error)
         for each, site, _ in rows:
-            each.failed[site] = why
+            if site is not None:
+                each.failed[site] = why
         codes = [Row(_name(function), "program", "", _UNREAD + why)]
         results = jaxpr_as_fun(closed)(*arrays)
     conclude(rows, codes, function, skip, report)

@@ -40,9 +40,10 @@ Dims = tuple[Labels, ...]
 def expand(labels: Iterable[Label]) -> Labels:
     """Returns labels, with their parts in place of those that were split."""
     labels = tuple(labels)
-    if not any(l.parts for l in labels):  # nearly always
-        return labels
-    return tuple(a for l in labels for a in (expand(l.parts) if l.parts else (l,)))
+    for label in labels:
+        if label.parts:
+            return tuple(a for l in labels for a in (expand(l.parts) if l.parts else (l,)))
+    return labels  # nearly always
 
 
 def atoms(dims: Iterable[Iterable[Label]]) -> Labels:

@@ -377,7 +377,7 @@ class Program:
 
     def known(self, v: int) -> Known | None:
         """A value that depends on constants alone, in its dtype; None for others."""
-        x = self._consts.get(v)
+        x: Any = self._consts.get(v)
         if callable(x):
             try:
                 x = x() if self.avals[v].size <= LARGEST_CONSTANT else None

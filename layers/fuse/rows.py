@@ -36,7 +36,7 @@ class Row:
 
     value: Any = "finite"
     each: bool = True
-    back: tuple[int, int, int] = (ZERO, NUMBER, NAN)
+    back: tuple[int, ...] = (ZERO, NUMBER, NAN)
 
     @property
     def kind(self) -> str:

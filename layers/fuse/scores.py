@@ -430,8 +430,9 @@ def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
 def _booleans(g: ScoreForms, v: int, form: Form) -> Any:
     """(mask, labels) of an array that is 1 where a mask is true and 0 elsewhere; else None."""
     two = two_valued(g.program, v, form.dims)
-    one = two is not None and two.numbers == (0, 1) and two.no.exact and two.yes.exact
-    return (two.mask, two.dims) if one else (None, None)
+    if two is None or two.numbers != (0, 1) or not two.no.exact or not two.yes.exact:
+        return None, None
+    return two.mask, two.dims
 
 
 def _fits(g: ScoreForms, v: int, form: Form) -> bool:

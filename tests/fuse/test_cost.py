@@ -70,7 +70,7 @@ def test_equal_layers_are_traced_once(quantization, monkeypatch):
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_reading_and_matching_call_few_functions_for_an_equation(quantization):
-    """About 190, in FP8 210, however many layers there are."""
+    """About 190, in FP8 220, however many layers there are."""
 
     def calls(layers):
         closed = jax.make_jaxpr(loss)(*arguments(layers, 2))

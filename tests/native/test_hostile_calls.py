@@ -78,7 +78,7 @@ def libraries(folder: pathlib.Path, monkeypatch) -> None:
     }
     for name, (source, arrays) in cases.items():
         text, made = [], []
-        keep = lambda name, program, arch, text=text: text.append(program) or Image(b"")
+        keep = lambda name, program, arch, *flags, text=text: text.append(program) or Image(b"")
 
         def call(target, operands, results, *, image, digest, made=made, **attributes):
             made.append(attributes)
