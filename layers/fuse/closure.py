@@ -69,7 +69,7 @@ def origins_of(args: Any, kwargs: Any) -> list[Origin]:
     """Returns for each leaf which argument it is a part of; integers are none's parameters."""
     found = []
     several = _matrices(jax.tree.leaves((args, kwargs))) > 1
-    for name, part in [*enumerate(args), *kwargs.items()]:
+    for name, part in [*enumerate(args), *sorted(kwargs.items())]:  # as leaves of a tree
         leaves = jax.tree.leaves(part)
         # JAX's tracers of derivatives hold the array and its tangent.
         differentiated = isinstance(part, Tracer) and hasattr(part, "tangent")

@@ -14,6 +14,8 @@ from fuse import one_change
 from fuse.test_spellings import case as spellings
 from jax import lax
 
+from normfuse.layers.fuse import constants
+
 pytestmark = pytest.mark.oldest
 
 T, N, V = 16, 512, 1024
@@ -80,6 +82,23 @@ def test_a_mean_is_one(name):
 
 
 ROOT = math.sqrt(2 / math.pi)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("number", [1.0, 0.75, 512.0, 1 / 768])
+def test_a_constant_stands_for_what_its_dtype_rounds_to_it(number, dtype):
+    """Of 16 bits not for its neighbours; of more for those within two units in the last place."""
+    dtype = jnp.dtype(dtype)
+    x = np.asarray(number, dtype)
+    neighbours = [np.nextafter(x, np.asarray(end, dtype)) for end in (0, np.inf)]
+    with jax.enable_x64():
+        apart = [abs(float(n) / float(x) - 1) for n in neighbours]
+        slack = constants.slack(float(x), dtype)
+    assert abs(number / float(x) - 1) <= slack
+    if dtype.itemsize == 2:
+        assert min(apart) / 2 <= slack < min(apart)
+    else:
+        assert max(apart) <= slack <= 4.1 * min(apart)
 
 
 def gelu(root=ROOT, cube=0.044715):

@@ -29,6 +29,14 @@ class Planted(Exception):
     pass
 
 
+@jax.custom_jvp
+def own(x):
+    return jnp.tanh(x)
+
+
+own.defjvp(lambda primals, tangents: (own(*primals), 2 * tangents[0]))
+
+
 def norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
@@ -49,7 +57,7 @@ def attention(q, k, v, mask):
 
 
 def mlp(p, x):
-    h = norm(jnp.tanh(x @ p["first"]), p["scale"])
+    h = norm(own(x @ p["first"]), p["scale"])
     return jnp.tanh((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).sum()
 
 
@@ -131,7 +139,7 @@ def test_an_exception_in_every_function(file):
                 values, report, _ = traced(name, key, place)
                 said = any("Planted" in row.reason for row in report.rows)
                 # Constants that cannot be computed, and closures that cannot be read, are unknown.
-                unknown = report == whole or key[0] in ("closure.py", "program.py")
+                unknown = report == whole or key[0] in ("closure.py", "constants.py", "program.py")
                 assert said or unknown, (key, place, str(report))
                 rtol = 2e-5 if quantization is None else 0.1
                 (got,) = values()

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shlex
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from tiny_model import CONFIG, first_devices
 from normfuse.models.functional import build
 from normfuse.train import UsageError, step
 from normfuse.train.checks import check_resume, make_record
-from normfuse.train.cli import main
 from normfuse.train.config import MeshConfig, preset_config
 from normfuse.train.data import Windows, batches, load
 from normfuse.train.mesh import batch_sharding, make_sharding, on_devices
@@ -308,14 +306,3 @@ def test_documents_may_not_be_other_ones():
         check_resume(make_record(config, text), config, saved)
     with pytest.raises(UsageError, match="saved x, 3 documents, 9 bytes"):
         check_resume(make_record(config, saved), config, saved | {"sha256": "f1"})
-
-
-def test_a_plan_trains_on_documents(capsys, tmp_path):
-    assert main(["plan", "--gpus", "2", "--documents"]) == 0
-    out = capsys.readouterr().out
-    assert "Counted: attention over whole rows" in out
-    command = next(line for line in out.splitlines() if " --preset 1b " in line)
-    assert "--data.documents" in shlex.split(command)
-    (tmp_path / "c.yaml").write_text("preset: 1b\ndata: {documents: true}\n")
-    assert main(["plan", "--gpus", "2", "--config", str(tmp_path / "c.yaml")]) == 0
-    assert capsys.readouterr().out == out
