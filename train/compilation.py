@@ -47,6 +47,8 @@ def lower(program: Program, batch_size: int, seq_len: int) -> jax.stages.Lowered
     except* NotImplementedError as group:
         causes = "; ".join(str(error) for error in group.exceptions)
         causes = causes.replace("implementation=None", "--implementation auto")
+        if "--implementation auto" not in causes:
+            causes += ". Use --implementation auto to let the best that there is serve"
         raise UsageError(f"--implementation cannot serve here: {causes}") from None
 
 

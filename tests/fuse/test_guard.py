@@ -117,7 +117,9 @@ def is_around(key):
     parts = [part for part in name.split(".") if part != "<locals>"]
     around = AROUND.get(file, ())
     return (
-        parts[-1] in around or name in around or (parts[-1] == "<lambda>" and parts[-2] in around)
+        parts[-1] in around
+        or name in around
+        or (parts[-1] == "<lambda>" and parts[-2:][0] in around)
     )
 
 
