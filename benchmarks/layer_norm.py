@@ -19,7 +19,6 @@ from normfuse.native.implementation import Order
 def contestants(residual: bool) -> dict[str, Contestant]:
     """Ours first; then XLA, then the installed libraries."""
     found = {"normfuse": _ours(residual, "native"), "XLA": _xla(residual)}
-    found["Pallas"] = _ours(residual, "pallas")
     if importlib.util.find_spec("tokamax") is not None:
         found["tokamax"] = _theirs(_tokamax, residual)
     return found

@@ -28,7 +28,6 @@ Contestant = dict[str, Callable]
 def contestants(residual: bool) -> dict[str, Contestant]:
     """Ours first; then XLA, then the installed libraries."""
     found = {"normfuse": _normfuse(residual), "XLA": _xla(residual)}
-    found["Pallas"] = _normfuse(residual, "pallas")
     found["nnx"] = _differentiated(_nnx, residual)
     found["Equinox"] = _differentiated(_equinox, residual)
     if importlib.util.find_spec("tokamax") is not None:
