@@ -591,7 +591,7 @@ MUTANTS = [
         "layers/fuse/constants.py",
         "    if found.bits > 16:",
         "    if True:",
-        "tests/fuse/test_exact.py::test_a_constant_stands_for_what_its_dtype_rounds_to_it[float16-1.0]",
+        "tests/fuse/test_exact.py::test_a_constant_stands_for_what_its_dtype_rounds_to_it[1.0-float16]",
     ),
     Mutant(  # a factor of the operands that the logits' dtype does not need to round
         "layers/fuse/losses.py",
@@ -711,7 +711,7 @@ MUTANTS = [
         "layers/fuse/rows.py",
         "return n, n, n",
         "return back",
-        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[a sum of what is seen-True]",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[a sum of what is seen-False]",
     ),
     Mutant(
         "layers/fuse/attention.py",
