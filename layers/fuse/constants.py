@@ -321,6 +321,8 @@ def _select(p: Any, out: Any, which: Known, *cases: Known) -> Known | None:
 def _clamp(p: Any, out: Any, low: Known, given: Known, high: Known) -> Known | None:
     if not (low.x <= high.x).all() or (given.x != given.x).any():  # reversed, or NaN
         return None
+    if given.x.dtype.kind == "b":  # XLA's compiler takes True for less than False
+        return None
     y = np.minimum(np.maximum(given.x, low.x), high.x)
     return Known(y, low.unrounded and given.unrounded and high.unrounded)
 

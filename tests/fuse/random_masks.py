@@ -390,7 +390,8 @@ def check(w, counts, whole=False):
         for v, value in zip(program.results, jax.jit(function)(*args), strict=True):
             known = program.known(v)
             if known is not None and known.exact and not near(known.x, True, np.asarray(value)):
-                said.append(f"compiled, {program.maker[v].eqn} is {value!r}, not {known.x!r}")
+                made = program.maker.get(v)
+                said.append(f"compiled, {made and made.eqn} is {value!r}, not {known.x!r}")
     return said
 
 

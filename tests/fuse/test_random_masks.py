@@ -227,6 +227,10 @@ CONSTANTS = {  # a function of nothing, and what is known of its result
         NEAR,
     ),
     "bounds that are reversed": (lambda: lax.clamp(3, lax.iota(np.int32, 4), 1), UNKNOWN),
+    "a boolean between bounds": (
+        lambda: lax.clamp(np.array(False), lax.gt(ONES, 2 * ONES), np.array(True)),
+        UNKNOWN,
+    ),
     "a sum of integers that wraps": (
         lambda: lax.reduce(np.ones(300, np.int8), np.int8(0), lax.add, (0,)),
         EXACT,
