@@ -46,6 +46,7 @@ _SAME = frozenset(  # each element of its own
 _MOVED = frozenset("broadcast_in_dim expand_dims reshape squeeze transpose".split())
 _LAID_OUT = _SAME | _MOVED
 _FOLLOWED = _LAID_OUT | frozenset(
+    "complex conj imag real "
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
     "asin asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin "
     "cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv erfc "
@@ -74,7 +75,7 @@ def chosen(program: Program) -> Mapping[int, str]:
 def _read(g: Program, results: Reasons) -> Reasons:
     """Returns why each operand of a program chooses, given why its results do."""
     found = {v: why for v, why in zip(g.results, results) if why}
-    is_floating = lambda v: jnp.issubdtype(g.avals[v].dtype, jnp.floating)
+    is_floating = lambda v: jnp.issubdtype(g.avals[v].dtype, jnp.inexact)
     for equation in reversed(g.equations):
         name, outs = equation.name, equation.outs
         unread = name in _FOLLOWED and found.keys().isdisjoint(outs)
@@ -106,7 +107,7 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
         why = f"{name} chooses by its result"
     elif name == "convert_element_type":
         dtype = g.avals[equation.outs[0]].dtype
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if not jnp.issubdtype(dtype, jnp.inexact):
             why = f"a cast to {dtype.name} chooses by its result"
     elif name == "pallas_call" and _multiplies(equation.eqn):
         return

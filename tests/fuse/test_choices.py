@@ -65,6 +65,7 @@ ROUTERS = {  # of x, the router's kernel and a vector
     "argsort": lambda x, w, b: jnp.asarray(EXPERTS)[jnp.argsort(sigmoid(x @ w))[:, -1]],
     "one-hot": lambda x, w, b: jax.nn.one_hot(jnp.argmax(x @ w + b, -1), X) @ EXPERTS,
     "threshold": lambda x, w, b: jnp.where(sigmoid(x @ w) > 0.5, 1.0, 0.0) @ EXPERTS,
+    "of a complex number": lambda x, w, b: lax.top_k(jnp.real((x @ w) * (1 + 1j)), 2)[1],
     "times a threshold": lambda x, w, b: ((x @ w) * (x @ w > 0.7)) @ EXPERTS,
     "two thresholds": lambda x, w, b: jnp.where((s := x @ w) > 0, s, jnp.where(s > -1, 0, 1.0)),
     "a threshold of another element": lambda x, w, b: (
@@ -132,6 +133,7 @@ PLAIN = {
     "silu soft_sign softplus sparse_plus squareplus".split()
 } | {
     "a relu of where": lambda z: jnp.where(z > 0, z, 0),
+    "rotated as complex numbers": lambda z: jnp.abs(lax.complex(z, z) * jnp.exp(1j)),
     "a leaky relu of where": lambda z: jnp.where(z < 0, 0.2 * z, z),
     "a leaky relu of a parameter": lambda z: jnp.where(
         z >= 0, z, np.linspace(0.1, 0.4, W, dtype=f32) * z
