@@ -520,6 +520,8 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
     else:
         made = g.maker.get(g.shadows.get(hidden, hidden))
         while made is not None and made.name == "convert_element_type":
+            if not jnp.issubdtype(g.avals[made.ins[0]].dtype, jnp.floating):
+                return None
             made = g.maker.get(made.ins[0])
         if hidden in products.made or made is None or made.name != "mul":
             return None

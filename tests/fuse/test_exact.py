@@ -81,6 +81,13 @@ def test_a_mean_is_one(name):
     keeps(norm, [draw(0, T, N), draw(1, N)], served)
 
 
+def test_a_hidden_array_that_is_cast_to_integers_stays():
+    hidden = lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up)
+    mlp = lambda x, gate, up, down: hidden(x, gate, up).astype(int).astype(x.dtype) @ down
+    args = [draw(0, 2 * T, 32), *(draw(i, 32, 32) for i in (1, 2, 3))]
+    keeps(mlp, args, "", jnp.float32)
+
+
 ROOT = math.sqrt(2 / math.pi)
 
 
