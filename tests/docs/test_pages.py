@@ -14,7 +14,7 @@ import pytest
 from pages import hidden
 
 ROOT = pathlib.Path(__file__).parents[2]
-# What a reader has where a page's code is about something of theirs.
+# A reader has these where a page's code is about something of theirs.
 _LOSS = """
 import jax, jax.numpy as jnp
 def loss(x, kernel):

@@ -85,8 +85,6 @@ def axes_of(eqn, which: int):
             and [*dims[:-1], which] == sorted([*dims[:-1], which])
         ):
             return {"broadcast_dimensions": (*dims[:-1], which)}
-    if name == "concatenate" and which != params["dimension"]:
-        return None
     return None
 
 

@@ -161,7 +161,7 @@ def test_results_that_are_not_finite():
     assert np.isnan(module._error([np.nan, 1.0], [1.0, 1.0]))
     assert module._error([np.inf, 1.0], [1.0, 1.0]) == np.inf
     assert module._error([0.0], [0.0]) == 0 and module._error([1e-9], [0.0]) == np.inf
-    # Where the reference has no number, nothing is compared.
+    # Nothing is compared if the reference has no number.
     assert np.isnan(module._error(np.nan, np.nan)) and np.isnan(module._error([np.inf], [np.inf]))
     assert module._error([], []) == 0
 

@@ -72,7 +72,7 @@ PROGRAMS = {
     "attention": (attention, (X, X + 1, X - 1, MASK), None),
     "mlp": (mlp, (P, X), "fp8"),
 }
-# What is called around the guards: the user's function is called there, and its results checked.
+# Functions around the guards call the user's function and check its results.
 AROUND = {
     "fuse.py": "fused call rewritten conclude _check_kept _objects".split(),
     "closure.py": "is_array runs_later _read Closure.__init__ Closure.take Closure.put".split(),
