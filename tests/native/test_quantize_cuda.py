@@ -286,8 +286,8 @@ def normalised(emulated, monkeypatch):
             flags |= {"has_bias": bias is not None, "centred": centred, "with_mean": centred}
             spec = Norm(axes=(1,), eps=1e-6, scale_offset=offset, with_rstd=True, **flags)
             if np.ndim(scale) == 2:  # each example has its own
-                spec = dataclasses.replace(spec, axes=(2,), heads=(0,), per_example=True)
-            shape = (len(scale), -1, x.shape[1]) if spec.heads else (*x.shape, 1)
+                spec = dataclasses.replace(spec, axes=(2,), heads=(0,))
+            shape = (len(scale), -1, x.shape[1]) if spec.heads else x.shape
             given = [a.reshape(shape) if a.size == x.size else a for a in given]
             parameters = [a for a in (scale, bias) if a is not None]
             bound = norm._bound(spec, parameters, x.shape[1])
@@ -522,9 +522,9 @@ def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(norm, "launch", launch)
-    bound, own = jnp.ones(1), {"axes": (2,), "heads": (0,), "per_example": True}
+    bound, own = jnp.ones(1), {"axes": (2,), "heads": (0,)}
     for centred, examples in ((False, False), (True, False), (True, True)):
-        x = jnp.zeros((4, 16, 4096) if examples else (64, 4096, 1), BF16)
+        x = jnp.zeros((4, 16, 4096) if examples else (64, 4096), BF16)
         parameters = [jnp.zeros((4, 4096) if examples else 4096)] * (1 + centred)
         for residual in ([], [x]) if arch == "sm_90" and not examples else ([],):
             flags = {"has_scale": True, "has_bias": centred, "has_residual": bool(residual)}
