@@ -260,7 +260,7 @@ MUTANTS = [
         "tests/native/test_pallas.py::test_products_match_float64[blocks-(33, 600, 130)]",
     ),
     Mutant(
-        "layers/dense/epilogue.py",
+        "layers/core/activations.py",
         "return sigmoid_of(u) + x * du * sigmoid_slope(u);",
         "return sigmoid_of(u) + du * sigmoid_slope(u);",
         "tests/native/test_cuda_epilogue.py"
@@ -468,8 +468,8 @@ MUTANTS = [
     # ---------------------------------------------------------------- layers: accumulation
     Mutant(
         "layers/dense/matmul.py",
-        "return (None, dmain) if moves else (dkernel, None)",
-        "return (dkernel, dmain) if moves else (dkernel, None)",
+        "return (None, dmain) if moves(dmain) else (dkernel, None)",
+        "return (dkernel, dmain) if moves(dmain) else (dkernel, None)",
         "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
     ),
     Mutant(

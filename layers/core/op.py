@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -99,8 +100,10 @@ class Op:
         results) -> (these specs as they must be, one device's function)`.
       before: `(ctx, spec, order) -> order`, when it is lowered.
       jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
-      transpose: `(cotangents, *operands, spec, order)`, if it is linear.
-      backward: the first-order gradient, for readers and for listings.
+      transpose: `(cotangents, *operands, spec, order)`, where it is linear; None for the
+        definition's own.
+      types: `spec -> the results' types`, if that knows them.
+      backward: the first-order gradient, for readers and for listings; see `derivative`.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
     """
@@ -119,6 +122,7 @@ class Op:
     before: Callable[[Any, Any, Order], Order] | None = None
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
+    types: Callable[[Any], Sequence[Any]] | None = None
     backward: "Op | None" = None
     without_last: Callable[[Any], Any] | None = None
 
@@ -132,8 +136,7 @@ class Op:
         batch = functools.partial(self.batch, self) if self.batch else self._batch
         batching.primitive_batchers[p] = batch
         ad.primitive_jvps[p] = self.jvp or self._plain_jvp
-        if self.transpose:
-            ad.primitive_transposes[p] = self.transpose
+        ad.primitive_transposes[p] = self.transpose or self._plain_transpose
         if self.without_last:
             jax_private.on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
@@ -154,6 +157,8 @@ class Op:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
+        if self.types is not None and (known := self.types(spec)):
+            return list(known)
         if self.dims is None or self.share is not None:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
@@ -256,9 +261,35 @@ class Op:
         return list(results), [0] * len(results)
 
     def _plain_jvp(self, primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
-        tangents = [ad.instantiate_zeros(t) for t in tangents]
-        plain = functools.partial(self.plain, spec)
-        return self(spec, *primals, order=order), jax.jvp(plain, primals, tuple(tangents))[1]
+        _, dresults = jvp_along(functools.partial(self.plain, spec), primals, tangents)
+        return self(spec, *primals, order=order), dresults
+
+    def _plain_transpose(self, cts: Any, *operands: Any, spec: Any, order: Order) -> list[Any]:
+        del order
+        linear = {i: a.aval for i, a in enumerate(operands) if ad.is_undefined_primal(a)}
+
+        def plain(*moving: Array) -> Results:
+            given = dict(zip(linear, moving))
+            return self.plain(spec, *[given.get(i, a) for i, a in enumerate(operands)])
+
+        zeros = [ad.instantiate_zeros(ad.Zero(a)) for a in linear.values()]
+        pulled = jax.vjp(plain, *zeros)[1]([ad.instantiate_zeros(ct) for ct in cts])
+        found = dict(zip(linear, pulled))
+        return [found.get(i) for i in range(len(operands))]
+
+
+def jvp_along(
+    function: Callable[..., Results], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Results, Results]:
+    """Returns a function's results and their tangents, by JAX, along those that there are."""
+    still = lambda t: t is None or isinstance(t, ad.Zero | SymbolicZero)
+    along = {i: t for i, t in enumerate(tangents) if not still(t)}
+
+    def moved(*moving: Array) -> Results:
+        given = dict(zip(along, moving))
+        return function(*[given.get(i, a) for i, a in enumerate(primals)])
+
+    return jax.jvp(moved, [primals[i] for i in along], [*along.values()])
 
 
 def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_eqn: Any) -> Any:
@@ -424,6 +455,15 @@ def vary(operand: Array, axes: Set[str]) -> Array:
     """
     missing = axes - varying_axes(operand)
     return jax.lax.pcast(operand, tuple(sorted(missing)), to="varying") if missing else operand
+
+
+def equally_varying(*arrays: Array | None) -> list[Any]:
+    """Returns the arrays varying over the same manual axes.
+
+    Under shard_map with check_vma the transpose of what is added here sums the gradients.
+    """
+    axes = varying_axes(*arrays)
+    return [None if a is None else vary(a, axes) for a in arrays]
 
 
 def match(operand: Array, lead: Array, dims: Sequence[int]) -> Array:

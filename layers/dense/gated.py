@@ -9,13 +9,14 @@ from jax.sharding import AxisType, NamedSharding
 
 from ...native.implementation import Implementation, Order, choose, native_or_best
 from ..core import sharding
+from ..core.activations import Activation, resolve, scalar_of
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
 from .dense import check_shapes
-from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
+from .epilogue import Epilogue, finish, finish_natively
 from .fp8 import multiply
 from .fp8_mlp import multiply_mlp, serves
-from .remat import Activated, product
+from .matmul import Activated, product
 
 
 def gated_dense(
@@ -163,9 +164,10 @@ def apply_product(
 
     def kernels(order):
         assert function is not None
-        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding)
+        after = Epilogue(op=op, function=function, axes=(), has_up=up is not None, out_dtype=dtype)
         args = (gate,) if up is None else (gate, up)
-        y = product(producer, args, kernel, keep=not recompute, **shared)
+        value = Activated(after, order, hidden_sharding)
+        y = product(args, kernel, value=value, keep=not recompute, **shared)
         return finish(y, bias, None, dtype)
 
     def quantized(order: Order) -> Array:

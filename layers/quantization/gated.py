@@ -11,16 +11,16 @@ is 1, and there is no dup. Values are float32 until they are encoded.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...native.compiler import Source, kernel_source
 from ...native.dtypes import CUDA_TYPES
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch
+from ..core.activations import Scalar, with_activation
 from ..core.op import Dims, Op, Split, batch_at
 from .quantize import (
     AMAX_THREADS,
@@ -42,9 +42,6 @@ from .quantize import (
 )
 from .quantize import amax_kernel as matrix_amax_kernel
 
-if TYPE_CHECKING:  # the layers of `dense` import this module
-    from ..dense.epilogue import Scalar
-
 _AMAX_LAYOUT = AmaxLayout(unroll=2)
 
 
@@ -52,7 +49,7 @@ _AMAX_LAYOUT = AmaxLayout(unroll=2)
 class Gated:
     """The static description of a quantized activation, or of its gradients."""
 
-    function: "Scalar"  # the activation
+    function: Scalar  # the activation
     op: str = "gated_product"  # the function the user called
     # The activation is multiplied by a second array; kernels see that from their operands.
     has_up: bool = True
@@ -106,7 +103,7 @@ _BOTH = Codes().flags
 _AS_IT_LIES, _TRANSPOSED = Codes(has_qt=False).flags, Codes(has_q=False).flags
 
 
-def define_h(*arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
+def define_h(*arrays: jax.Array, function: Scalar) -> list[jax.Array]:
     """`(a[, up]) -> (h, activation(a))`, float32."""
     a, *up = [array.astype(jnp.float32) for array in arrays]
     value = function(a)
@@ -114,7 +111,7 @@ def define_h(*arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
 
 
 def define_gradients(
-    dh: jax.Array, a: jax.Array, *up: jax.Array, function: "Scalar"
+    dh: jax.Array, a: jax.Array, *up: jax.Array, function: Scalar
 ) -> list[jax.Array]:
     """`(dh, a[, up]) -> (da[, dup])`, float32."""
     dh, *arrays = [array.astype(jnp.float32) for array in (dh, a, *up)]
@@ -128,13 +125,13 @@ def _meant(codes: Sequence[jax.Array], scales: Sequence[jax.Array]) -> list[jax.
     return [decoded(q).astype(jnp.float32) * scale for q, scale in zip(codes, scales, strict=True)]
 
 
-def _again(cast, *arrays: jax.Array, bound: jax.Array, function: "Scalar") -> list[jax.Array]:
+def _again(cast, *arrays: jax.Array, bound: jax.Array, function: Scalar) -> list[jax.Array]:
     """`(qt, scale)` of h, computed again from what codes say, with the bound of the first h.
 
     Beyond the largest code's number it is that number: h was not larger, so that is closer.
     """
     h = define_h(*arrays, function=function)[0]
-    largest = E4M3.largest * scale_of(bound, E4M3)
+    largest = (E4M3.largest * scale_of(bound, E4M3)).reshape(())
     h = jnp.where(jnp.abs(h) < jnp.inf, jnp.clip(h, -largest, largest), h)
     return cast(h, bound, **_TRANSPOSED)
 
@@ -184,13 +181,6 @@ def layout(target: Target, *, gradient: bool, has_up: bool) -> CastLayout:
     return CastLayout(width=32, batch=2, min_blocks=2, group=1)
 
 
-@functools.cache
-def _source(name: str, function: "Scalar") -> Source:
-    file = kernel_source(name)
-    text = f'#include "scalar.cuh"\n{function.code()}#line 1 "{file.name}"\n{file.text}'
-    return dataclasses.replace(file, text=text)
-
-
 def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     return {
         "X_TYPE": CUDA_TYPES[x.dtype.name],
@@ -199,13 +189,13 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     }
 
 
-def cuda_amax(target: Target, *arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
+def cuda_amax(target: Target, *arrays: jax.Array, function: Scalar) -> list[jax.Array]:
     """`define_maxima` on a GPU."""
     size, count = arrays[0].size, 2 * len(arrays)
     blocks = _AMAX_LAYOUT.blocks(size, arrays[0].dtype.itemsize, target)
     macros = _macros(arrays[0], len(arrays) > 1)
     (maxima,) = launch(
-        _source("quantize_gated_amax.cu", function),
+        with_activation("quantize_gated_amax.cu", function),
         "quantize_gated_amax",
         arrays,
         [jax.ShapeDtypeStruct((count, blocks), jnp.float32)],
@@ -219,7 +209,7 @@ def cuda_amax(target: Target, *arrays: jax.Array, function: "Scalar") -> list[ja
     return [largest[i] for i in range(count)]
 
 
-def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scalar"):
+def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: Scalar):
     if gradient and not function.derivative:
         raise Unsupported(f"the activation {function.name} has no derivative in C++")
     # One array holds all numbers: a kernel makes them.
@@ -234,7 +224,7 @@ def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scala
     results += types(**_TRANSPOSED) if gradient else []
     macros = _macros(wide, has_up) | {"GRADIENT": int(gradient)}
     return launch(
-        _source("quantize_gated.cu", function),
+        with_activation("quantize_gated.cu", function),
         "quantize_gated",
         [*arrays, numbers],
         results,
@@ -265,7 +255,7 @@ a and up are bytes with these scales; the bounds are of da, dup and h.
 
 
 def examples(
-    n: int, dtype: str, *, rows: int, function: "Scalar"
+    n: int, dtype: str, *, rows: int, function: Scalar
 ) -> Iterator[tuple[Kernel, Gated, list[jax.ShapeDtypeStruct]]]:
     """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types)."""
     floats = lambda count: jax.ShapeDtypeStruct((count,), "float32")

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from normfuse.layers.dense.epilogue import SCALARS
+from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.norm.spec import Norm
 from normfuse.layers.quantization import gated, norm
 from normfuse.layers.quantization.norm import NormCodes

@@ -6,7 +6,6 @@ import pickle
 import re
 import socket
 
-import hlo
 import jax
 import jax.numpy as jnp
 import mlp_case
@@ -75,22 +74,6 @@ def test_donated_parameters_and_input(args):
         assert jnp.abs((a - want) - b).max() <= limit * size
 
 
-def test_ahead_of_time_from_shapes(args):
-    compiled = jax.jit(mlp_case.gradients).lower(*structs(args)).compile()
-    mlp_case.check(compiled(*args))
-    payload = pickle.loads(pickle.dumps(serialize_executable.serialize(compiled)))
-    device = {"execution_devices": jax.devices()[:1]}
-    mlp_case.check(serialize_executable.deserialize_and_load(*payload, **device)(*args))
-
-
-def test_ahead_of_time_on_an_auto_mesh(args, eight_devices):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    args = placed(args, mesh)
-    compiled = jax.jit(mlp_case.gradients).lower(*structs(args, sharded=True)).compile()
-    mlp_case.check(compiled(*args))
-    assert hlo.calls(compiled).keys() == {"forward", "backward"}
-
-
 def test_ahead_of_time_on_an_explicit_mesh(args, explicit):
     args = placed(args, explicit)
     compiled = jax.jit(summed).lower(*structs(args, sharded=True)).compile()
@@ -101,20 +84,6 @@ def test_ahead_of_time_on_an_explicit_mesh(args, explicit):
 
 def through_bytes(exported):
     return export.deserialize(exported.serialize())
-
-
-def test_export(args):
-    exported = export.export(jax.jit(mlp_case.gradients), disabled_checks=ALLOWED)(*args)
-    assert "@normfuse_norm_backward" in exported.mlir_module()
-    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
-
-
-def test_export_of_symbolic_rows(args):
-    (rows,) = export.symbolic_shape("b")
-    x, *params = structs(args)
-    x = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-    exported = export.export(jax.jit(mlp_case.gradients), disabled_checks=ALLOWED)(x, *params)
-    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
 
 
 def test_export_for_eight_devices(args, explicit):
