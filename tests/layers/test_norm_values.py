@@ -44,6 +44,11 @@ GROUPS = {  # cases of one program
         *(of("rms_norm", (2, n), x="bfloat16") for n in (131072, 1048576)),
         *(BIASED(op, (2, 131072)) for op in ("residual_rms_norm", "layer_norm")),
     ],
+    "strided rows": [
+        of(op, shape, axis=1)
+        for op, shape in half(OPS, [(5, 7, 3), (5, 300, 16), (0, 7, 3), (2, 30, 1100)])
+    ]
+    + [of("rms_norm", (2, 65536, 3), axis=1), of("rms_norm", (700, 96, 1), axis=1)],
     "rows of layer norms": [
         of(op, shape, x="bfloat16")
         for op, shape in half(["layer_norm", OPS[3]], [(199, 17), (3, 1128), (0, 24), (24,)])
