@@ -49,7 +49,8 @@ class Softmax:
 # ---------------------------------------------------------------- definition, in plain JAX
 
 
-def _capped(spec: Softmax, z: Array) -> Array:
+def capped(spec: Softmax, z: Array) -> Array:
+    """Returns c of logits z, in float32 or wider."""
     z = z.astype(compute_dtype(z.dtype))
     return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
 
@@ -61,7 +62,7 @@ def _is_label(z: Array, labels: Array) -> Array:
 
 def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:
     """`(z (*rows, vocab), labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
-    c = _capped(spec, z)
+    c = capped(spec, z)
     picked = jnp.sum(jnp.where(_is_label(z, labels), c, 0), axis=-1)
     # lse does not depend on what is subtracted, so its derivative does not either. It is finite, or
     # -inf - -inf would be NaN.
@@ -74,7 +75,7 @@ def define_gradient(
     spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
 ) -> list[Array]:
     """`(z, labels, most, a, b) -> (g,)`; rows whose a and b are zero have zeros."""
-    c = _capped(spec, z)
+    c = capped(spec, z)
     each = lambda row: row[..., None]
     g = each(a) * jnp.exp(c - each(most)) - jnp.where(_is_label(z, labels), each(b), 0)
     if spec.softcap is not None:

@@ -150,6 +150,11 @@ class Form:
         return self.exp and self.along == 1 and not self.mixed and not self.hot
 
     @property
+    def is_scores(self) -> bool:
+        plain = not (self.exp or self.terms or self.hot or self.mixed or self.weights)
+        return plain and self.along == 1 and not self.summed
+
+    @property
     def is_maximum(self) -> bool:
         return (
             not self.exp
