@@ -175,6 +175,9 @@ class Program:
       within: the names of the equations that this is a body of.
     """
 
+    calls: Sequence[str] = CALLS
+    """The names of calls whose equations are read."""
+
     def __init__(
         self,
         closed: Any,
@@ -219,6 +222,14 @@ class Program:
 
     # ---------------------------------------------------------------- reading
 
+    def inlines(self, eqn: Any) -> bool:
+        """Tells if a jitted function is taken apart."""
+        return is_inlined(eqn)
+
+    def bodies_of(self, eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
+        """Yields what `inner_programs` does."""
+        return inner_programs(eqn, ins)
+
     def _new(self, aval: Any) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
@@ -248,7 +259,7 @@ class Program:
             within = eqn.source_info.name_stack
             if scope is not None:
                 within = scope + within if within.stack else scope
-            if is_inlined(eqn):
+            if self.inlines(eqn):
                 inner = eqn.params["jaxpr"]
                 outs = self._add(inner.jaxpr, inner.consts, operands, within)
             else:
@@ -278,7 +289,7 @@ class Program:
                     return outs
                 self._same[key] = equation.outs
         equation.outs += [self._new(v.aval) for v in eqn.outvars]
-        inside, kind = inside_of(eqn) if name in CALLS else (None, "")
+        inside, kind = inside_of(eqn) if name in self.calls else (None, "")
         if inside is not None and kind != "product":
             outs = self._add_within(inside, equation)
             self.shadows |= zip(equation.outs, outs) if kind == "same" else ()
@@ -302,7 +313,7 @@ class Program:
             self.equations[-1].outs[:] = equation.outs
         if name not in _WITH_BODIES or self._shadow:
             return equation.outs
-        for key, place, closed, kept in inner_programs(eqn, ins):
+        for key, place, closed, kept in self.bodies_of(eqn, ins):
             constant = [k and v in self._consts for v, k in kept]
             known = [
                 functools.partial(self.known, v) if c else None for c, (v, _) in zip(constant, kept)
@@ -310,7 +321,7 @@ class Program:
             origins = [self.origin(v) for v, _ in kept]
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
             within = f"{self.within} in {name}"
-            body = Program(closed, known, origins, depends, within, self.names)
+            body = type(self)(closed, known, origins, depends, within, self.names)
             body.outer = self
             self.bodies.setdefault(equation, []).append(Body(key, place, body))
         return equation.outs
@@ -507,16 +518,15 @@ class Program:
             elif site:
                 env |= zip(site.outs, self._emit(site, env), strict=True)
             else:
-                env |= zip(
-                    made.outs, self._bind(made, [env[r] for r in made.operands]), strict=True
-                )
+                env |= zip(made.outs, self._bind(made, [env[r] for r in made.operands]))
 
     def _emit(self, site: Site, env: dict[int, Any]) -> list[Any]:
         made = self.maker[site.outs[0]]
         try:
             with self._around(made):
                 results = site.emit(self._reader(site, env))
-                return [_fitted(y, self.avals[v]) for v, y in zip(site.outs, results, strict=True)]
+                pairs = zip(site.outs, results, strict=True)
+                return [_fitted(y, self.avals[v]) for v, y in pairs]
         except Exception as error:
             raise SiteFailed(site, error) from error
 
@@ -619,7 +629,12 @@ def rebuilt(
 
 
 def _fitted(y: Any, aval: Any) -> Any:
-    """Returns what a site has computed, if it has the type of what it stands for."""
+    """Returns what a site has computed, if it has the type of what it stands for.
+
+    Values that sites alone pass on have none.
+    """
+    if aval is None:
+        return y
     y = jnp.asarray(y)
     made = jax.typeof(y)
     if made.shape != aval.shape or made.dtype != aval.dtype or made.weak_type != aval.weak_type:
@@ -672,11 +687,14 @@ def is_inlined(eqn: Any) -> bool:
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 
 
-def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
+def inner_programs(
+    eqn: Any, ins: Sequence[int], differentiated: bool = False
+) -> Iterator[tuple[str, int, Any, list[Any]]]:
     """Yields (parameter, place, program, operands) of the bodies in which parts may be replaced.
 
     Each operand is (value, whether it has that value all the time); a loop's slices have not, yet
-    they are parts of that value. What a loop carries is (-1, False).
+    they are parts of that value. What a loop carries is (-1, False). What a gradient
+    computes again is a body only if `differentiated`.
     """
     name, params = name_of(eqn), params_of(eqn)
     whole = [(v, True) for v in ins]
@@ -692,7 +710,7 @@ def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any
     elif name == "cond":
         for i, branch in enumerate(params["branches"]):
             yield "branches", i, branch, whole[1:]
-    elif name in REMAT and not params["differentiated"]:
+    elif name in REMAT and (differentiated or not params["differentiated"]):
         yield "jaxpr", 0, ClosedJaxpr(params["jaxpr"], ()), whole
     elif name == "shard_map":
         yield (

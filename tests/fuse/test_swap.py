@@ -5,6 +5,7 @@ import pickle
 
 import equinox as eqx
 import flax.linen as nn
+import flax.linen.partitioning as partitioning
 import foreign_norms
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from fuse_cases import draw
+from jax import lax
 
 import normfuse
 from normfuse.layers import eqx as ours_eqx
@@ -312,3 +314,38 @@ def test_removed_names_say_what_replaces_them():
     ):
         with pytest.raises(AttributeError, match=rf"{name} is gone: .*"):
             getattr(module, name)
+
+
+def rms(x, scale):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def test_collections_besides_parameters():
+    """T5X's: the axes' names of parameters in a collection of their own, and sown values."""
+
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            make = partitioning.param_with_axes
+            scale = make("scale", nn.initializers.ones, (DIM,), jnp.float32, axes=("embed",))
+            y = rms(x, scale)
+            self.sow("intermediates", "y", y)
+            return y
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = x + Norm()(x)
+            return x
+
+    reports = []
+    model = Layers()
+    swapped = ours_linen.swap(model, report=reports.append)
+    variables = model.init(jax.random.key(0), X)
+    assert "params_axes" in variables
+    got = swapped.apply(variables, X, mutable=["intermediates"])
+    want = model.apply(variables, X, mutable=["intermediates"])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert [row.domain for row in reports[-1].fused] == ["norm"] * 3
