@@ -20,8 +20,9 @@ from ..norm import op as norms
 from ..quantization import norm as quantized_norm
 from ..quantization import quantize
 from ..quantization.quantize import Quantized
-from .program import Equation, Program, Site, called, inner_programs, is_inlined
+from .program import Equation, Program, inner_programs, is_inlined
 from .report import Row
+from .sites import Site, called
 
 
 def with_codes(closed: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 
 from ..cross_entropy import linear_cross_entropy
 from .constants import ARITHMETIC
+from .forms import Form, Weight
 from .labels import Dims, arrange, atoms, expand, size
 from .products import unfit
-from .program import Left, Program, Site
-from .scores import Form, Operands, ScoreForms, Weight
+from .program import Program
+from .scores import Operands, ScoreForms
+from .sites import Left, Site
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""

@@ -316,6 +316,18 @@ def test_removed_names_say_what_replaces_them():
             getattr(module, name)
 
 
+@every_framework
+def test_served_in_the_report_is_served_in_the_program(make):
+    """Each row of a norm is a call of ours, whatever the shape; and no call is without a row."""
+    reports = []
+    _, swapped, call = make(report=reports.append)
+    for shape, count in (((2, 16, DIM), 1), ((2, 1, DIM), 1), ((2, 0, DIM), 0)):
+        program = jax.make_jaxpr(lambda x: call(swapped, x))(jnp.ones(shape))
+        calls = [e for e in program.eqns if "rms_norm" in str(e.params.get("name", ""))]
+        norms = [row for row in reports[-1].fused if row.domain == "norm"]
+        assert len(norms) == len(calls) == count, (shape, str(reports[-1]))
+
+
 def rms(x, scale):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
