@@ -1,5 +1,6 @@
 """`fuse` wherever JAX is: transformations, meshes, effects, and users' mistakes."""
 
+import contextlib
 import re
 import traceback
 
@@ -467,6 +468,40 @@ def test_shard_map(mesh, args, outside):
     assert_same(both(function), both(local(loss)))
     if not outside:
         assert_served(fused, attention=1, loss=1)
+
+
+HEADS = {  # axes, words, how the kernel is placed, and if the gradient is in FP8
+    "whole": ((), 64, P(), True),
+    "words that are no multiple of 16": ((), 40, P(), False),
+    "words of each device": ((AxisType.Explicit,), 64, P(None, "t"), True),
+    "words of each device, no multiple of 16": ((AxisType.Explicit,), 48, P(None, "t"), False),
+    "partly manual": ((AxisType.Auto, AxisType.Auto), 64, P(), False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_rows_of_losses_say_what_is_compiled(name, eight_devices):
+    """The gradient is "in fp8" where the program multiplies codes."""
+    kinds, words, spec, quantized = HEADS[name]
+    mesh = jax.make_mesh((2,) * len(kinds), ("t", "d")[: len(kinds)], kinds)
+    x, w, y = draw(0, 32, 64), draw(1, 64, words), jnp.arange(32) % words
+    fused = Fused(
+        lambda x, w: -jnp.sum(jax.nn.one_hot(y, words) * jax.nn.log_softmax(x @ w)),
+        quantization="fp8",
+    )
+    function = jax.grad(fused, (0, 1))
+    if name == "partly manual":
+        parts = {"in_specs": (P("t"), P()), "out_specs": (P("t"), P()), "axis_names": {"t"}}
+        y = y[:16]
+        local = lambda x, w: (lambda dx, dw: (dx, lax.psum(dw, "t")))(
+            *jax.grad(fused, (0, 1))(x, w)
+        )
+        function = jax.shard_map(local, mesh=mesh, check_vma=False, **parts)
+    with jax.set_mesh(mesh) if kinds else contextlib.nullcontext():
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P()), (w, spec))]
+        text = jax.jit(function).lower(*(args if kinds else (x, w))).compile().as_text()
+    (loss,) = [row for row in fused.rows if row.domain == "loss"]
+    assert ("gradient in fp8" in loss.served) == quantized == ("f8e5m2" in text), loss
 
 
 def test_constraints_stay(mesh, args):
