@@ -726,7 +726,7 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
     ),
     Mutant(
-        "layers/fuse/scores.py",
+        "layers/fuse/masks.py",
         'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
         'if name in ("and", "or") and all(map(whole, made.ins)):',
         "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",

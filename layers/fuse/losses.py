@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from ..cross_entropy.linear import best_words, linear_cross_entropy
+from ..quantization.quantize import fits
 from .constants import ARITHMETIC
+from .forms import Form, Term, Weight
 from .labels import Dims, arrange, atoms, expand, size
 from .products import unfit
-from .program import Left, Program, Site
-from .scores import Form, Operands, ScoreForms, Term, Weight
+from .program import Program
+from .scores import Operands, ScoreForms
+from .sites import Left, Site
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -302,7 +305,10 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         factor = 1.0  # cap · (1 / cap), as its dtype rounds it
     if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
         raise Left(f"its logits are multiplied by {factor:g}, which {dtype} operands would round")
-    why = unfit(base.dot, dtype, size(contract), size(words)) if quantization else ""
+    why = ""
+    if quantization:
+        kernel = g.avals[base.dot.ins[found.right]]
+        why = unfit(base.dot, dtype, size(contract), size(words)) or _unfit_here(kernel)
     site = Loss(
         outs=(value,),
         reads=tuple(
@@ -343,6 +349,16 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     said = ", ".join(name for name, is_so in parts.items() if is_so)
     site.served = f"linear_cross_entropy: {said}"
     return site
+
+
+def _unfit_here(kernel: Any) -> str:
+    """Returns why no device can multiply FP8 codes of its part of a kernel, as far as types say."""
+    mesh = kernel.sharding.mesh
+    if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):
+        return "its mesh is partly manual"
+    if mesh.explicit_axes and not fits(*(part := kernel.sharding.shard_shape(kernel.shape))):
+        return f"a device's part of its kernel, {part}, is no multiple of 16"
+    return ""
 
 
 def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:
