@@ -169,9 +169,10 @@ def _split_bias(spec: Spec, rest: Sequence[Any]) -> tuple[Sequence[Any], Sequenc
     return rest[:count], rest[count:]
 
 
-def define_argmax(spec: Spec, x: Array, w: Array) -> list[Array]:
-    """`(x (*rows, n), w) -> (words (*rows),)`, int32: the first of equal ones; NaN is largest."""
-    return [lax.argmax(softmax.capped(spec.softmax, logits(spec, x, w)), x.ndim - 1, jnp.int32)]
+def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
+    """`(x (*rows, n), w[, bias]) -> (words,)`, int32: the first of equal ones; NaN is largest."""
+    c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
+    return [lax.argmax(c, x.ndim - 1, jnp.int32)]
 
 
 # ---------------------------------------------------------------- one device's share
@@ -367,15 +368,17 @@ def _statistics_body(
     return [r.reshape(shape) for r in part.whole(*found)]
 
 
-def _argmax_body(spec: Spec, split: Split, x: Array, w: Array, *, order: Order) -> list[Array]:
+def _argmax_body(
+    spec: Spec, split: Split, x: Array, w: Array, *bias: Array, order: Order
+) -> list[Array]:
     del order  # XLA reads a chunk once
     if 0 in x.shape:
-        return define_argmax(spec, x, w)
+        return define_argmax(spec, x, w, *bias)
     part = _part(spec, split, x, w)
 
     def chunk(sums, x):
         del sums
-        c = softmax.capped(spec.softmax, logits(spec, x, w))
+        c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
         word = lax.argmax(c, 1, jnp.int32)
         if not part.axes:
             return [word], []
@@ -593,7 +596,7 @@ statistics = _chunked(
 argmax = _chunked(
     "cross_entropy_argmax",
     define_argmax,
-    dims=_dims("xw", "r"),
+    dims=_dims("xwb", "r"),
     body=_argmax_body,
     batch=functools.partial(batch_rows, rows=(0,)),
 )
