@@ -641,6 +641,18 @@ MUTANTS = [
         "if x.centred and not stat.axis:",
         "tests/fuse/test_lookalikes.py::test_lookalike[norm: the variance of another axis]",
     ),
+    Mutant(  # an argmax without a loss beside it
+        "layers/fuse/losses.py",
+        "elif not isinstance(site, BestWords) or site.dead in lost:",
+        "else:",
+        "tests/fuse/test_statistics.py::test_other_statistics_keep_the_logits[no loss]",
+    ),
+    Mutant(  # the last of equal words, where devices have parts of the vocabulary
+        "layers/cross_entropy/op.py",
+        "return [lax.pmin(word, part.axes)], []",
+        "return [lax.pmax(jnp.where(chosen, word, -1), part.axes)], []",
+        "tests/fuse/test_statistics.py::test_a_split_vocabulary_has_the_first_of_the_best",
+    ),
     Mutant(
         "layers/fuse/losses.py",
         "jnp.minimum(labels, self.vocabulary).astype(jnp.int32)",
@@ -714,7 +726,7 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
     ),
     Mutant(
-        "layers/fuse/scores.py",
+        "layers/fuse/masks.py",
         'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
         'if name in ("and", "or") and all(map(whole, made.ins)):',
         "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",

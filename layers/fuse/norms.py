@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from ..norm import layer_norm, op, rms_norm
 from .constants import ARITHMETIC
 from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
-from .program import Equation, Left, Program, Site, at_ends, called
+from .program import Equation, Program
+from .sites import Left, Site, at_ends, called
 
 
 @dataclasses.dataclass(frozen=True)

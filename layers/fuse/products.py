@@ -23,8 +23,9 @@ from ..quantization.quantize import fits
 from .activations import Activations
 from .choices import chosen
 from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
-from .program import Equation, Left, Program, Site, called
+from .program import Equation, Program
 from .scores import ScoreForms
+from .sites import Left, Site, called
 
 FEW = 16
 """Products of fewer rows than these, or of a sixteenth of the rows that others have, are not

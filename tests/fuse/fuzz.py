@@ -40,7 +40,7 @@ import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 
 from normfuse.layers.fuse import losses  # noqa: E402
-from normfuse.native.jaxpr import results_of, value_of  # noqa: E402
+from normfuse.native.jaxpr import evaluate, results_of  # noqa: E402
 
 N = 4  # 16 in FP8, whose products have multiples of it
 EXACT = 5e-4
@@ -599,24 +599,18 @@ def noisy(function, size, seed, sizes=None, slopes=0.0):
                 return x
             return sloped(x, jnp.asarray(1 + slopes * rng.uniform(-1, 1, x.shape), x.dtype))
 
-        def run(jaxpr, consts, operands):
-            env = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, operands))
-            for eqn in jaxpr.eqns:
-                given = [value_of(v, env) for v in eqn.invars]
-                given = [*map(rough, given)] if slopes else given
-                if eqn.primitive.name in ("jit", "pjit"):
-                    inner = eqn.params["jaxpr"]
-                    results = run(inner.jaxpr, inner.consts, given)
-                else:
-                    product = eqn.primitive.name == "dot_general"
-                    results = results_of(eqn, [*map(moved, given)] if product and size else given)
-                    if product and sizes is not None:
-                        sizes.append(float(jnp.max(jnp.abs(results[0]), initial=0)))
-                env |= zip(eqn.outvars, results)
-            return [value_of(v, env) for v in jaxpr.outvars]
+        def rule(eqn, given):
+            given = [*map(rough, given)] if slopes else given
+            if eqn.primitive.name in ("jit", "pjit"):
+                return evaluate(eqn.params["jaxpr"], given, rule)
+            product = eqn.primitive.name == "dot_general"
+            results = results_of(eqn, [*map(moved, given)] if product and size else given)
+            if product and sizes is not None:
+                sizes.append(float(jnp.max(jnp.abs(results[0]), initial=0)))
+            return results
 
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = run(closed.jaxpr, closed.consts, [moved(x) for x in args] if size else args)
+        found = evaluate(closed, [moved(x) for x in args] if size else args, rule)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return call
