@@ -120,7 +120,7 @@ ANY = [  # of every operation
     ({"implementation": 5}, (TypeError, ValueError), "implementation must .* got 5; None takes"),
     ({"implementation": ["xla", 3]}, (TypeError, ValueError), r"mentation must .* got \['xla',"),
     ({"implementation": "cuda"}, ValueError, f"{NAMES} 'cuda'; None"),
-    ({"implementation": ("native", "fast")}, ValueError, r"implementation.*\('native', 'fast'\)"),
+    ({"implementation": ("xla", "fast")}, ValueError, r"implementation.*\('xla', 'fast'\)"),
     ({"implementation": ()}, ValueError, r"implementation.*\(\).*None"),
     ({"dtype": 3}, TypeError, "dtype must be .*got 3"),
 ]
