@@ -22,7 +22,7 @@ from ..quantization import quantize
 from ..quantization.quantize import Quantized
 from .program import Equation, Program, inner_programs, is_inlined
 from .report import Row
-from .sites import Site, called
+from .sites import Site, SiteFailed, called
 
 
 def with_codes(closed: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:
@@ -47,7 +47,10 @@ class CodedProgram(Program):
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Returns the results; a site that fails is an error, since others read its codes."""
         env = self.given | dict(zip(self.inputs, operands, strict=True))
-        return self.evaluate(env, self.results, self.sites)
+        try:
+            return self.evaluate(env, self.results, self.sites)
+        except SiteFailed as failure:
+            raise failure.error from failure
 
 
 @functools.lru_cache(maxsize=1024)

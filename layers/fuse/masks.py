@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .forms import Form, Mask, Weight
 from .indices import affine, two_valued
-from .labels import Dims, atoms, expand, size
+from .labels import Dims, atoms, expand, shape_of
 from .program import Equation
 
 
@@ -53,7 +53,7 @@ def _booleans(g: Any, v: int, form: Form) -> Any:
 
 def _fits(g: Any, v: int, form: Form) -> bool:
     """Whether an array has a form's dimensions, or 1 in the place of some."""
-    shape, sizes = g.program.avals[v].shape, tuple(map(size, form.dims))
+    shape, sizes = g.program.avals[v].shape, shape_of(form.dims)
     return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
 
 

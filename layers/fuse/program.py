@@ -203,7 +203,7 @@ class Program:
             if all(self.uniform(v) is not None for v in ins):
                 if (x := self._uniform_of(equation)) is not None:
                     self._uniform[equation.outs[0]] = x
-            if name in RULES and all(v in self._consts for v in ins):
+            if name in RULES and self._consts.keys() >= {*ins}:
                 self._consts[equation.outs[0]] = lambda: self._compute(equation)
         elif name in RULES:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)

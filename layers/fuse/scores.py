@@ -27,17 +27,16 @@ from .labels import (
     Label,
     atoms,
     expand,
+    expanded,
     fresh,
     meet,
     moved,
     moved_back,
-    size,
+    shape_of,
 )
 from .program import Equation, Program
 from .rows import Row, row_of
 from .sites import Left, Site, at_ends
-
-SCORES = "scores"
 
 
 class ScoreForms:
@@ -61,7 +60,7 @@ class ScoreForms:
         self.applied = []
         form = rule(self, equation, *forms)
         out = self.program.avals[equation.outs[0]]
-        if form is not None and tuple(map(size, form.dims)) == out.shape:
+        if form is not None and shape_of(form.dims) == out.shape:
             self.of[equation.outs[0]] = form
             row = row_of(self, equation, form, frozenset(self.applied))
             self.rows[equation.outs[0]] = row
@@ -114,7 +113,7 @@ class ScoreForms:
             if back is None:
                 break
             v, dims = source, tuple(back)
-        return v, tuple(map(expand, dims)), factor, dtype
+        return v, expanded(dims), factor, dtype
 
 
 # ---------------------------------------------------------------- one rule for each primitive
@@ -337,7 +336,7 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     axis = frozenset(expand(form.dims[i]))
     if set(atoms(dims)) | axis != set(atoms(form.dims)) or set(atoms(dims)) & axis or not axis:
         return None
-    if any(t.axis != axis for t, _ in form.terms) or tuple(map(size, dims)) != out.shape:
+    if any(t.axis != axis for t, _ in form.terms) or shape_of(dims) != out.shape:
         return None
     v, at, *_ = g.peel(column, (*[r or () for r in rows], ()))
     mode, fill = str(made.params["mode"]), made.params.get("fill_value")
