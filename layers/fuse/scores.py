@@ -67,6 +67,8 @@ class Scores:
     Attributes:
       dot: the product.
       biases: (value, labels, factor) of what is added.
+      capped: the same of what is added before the tanh.
+      added: the dtypes that biases are added in.
     """
 
     dot: Equation
@@ -74,6 +76,8 @@ class Scores:
     inner: float | None = None
     biases: tuple[tuple[int, Dims, float], ...] = ()
     masks: tuple[Mask, ...] = ()
+    capped: tuple[tuple[int, Dims, float], ...] = ()
+    added: frozenset[Any] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,7 +484,8 @@ def _added(g: ScoreForms, form: Form, other: int, dims: Dims, sign: float) -> Fo
     v, dims, factor, _ = g.peel(other, dims, scale=True)
     masks = tuple(replace(m, changed=True) for m in form.base.masks)
     biases = (*form.base.biases, (v, dims, factor * sign))
-    return replace(form, base=replace(form.base, biases=biases, masks=masks))
+    added = form.base.added | {g.program.avals[other].dtype}
+    return replace(form, base=replace(form.base, biases=biases, masks=masks, added=added))
 
 
 def _masked(
@@ -726,8 +731,9 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
         case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
             return replace(form, terms=plus(frozenset(), form.terms, -1.0))
         case "tanh" if form.along == 1 and not form.exp and not form.terms:
-            if s == Scores(s.dot, s.scale):
-                return replace(form, base=Scores(s.dot, 1.0, s.scale))
+            if s == Scores(s.dot, s.scale, biases=s.biases, added=s.added):
+                capped = Scores(s.dot, 1.0, s.scale, capped=s.biases, added=s.added)
+                return replace(form, base=capped)
     return None
 
 
