@@ -111,7 +111,7 @@ class Activations:
 
     def read(self, made: Equation) -> None:
         """Finds the polynomial of what has a function in it; `polynomial` looks back for others."""
-        if made.name in _FUNCTIONS or any(v in self.named for v in made.ins):
+        if made.name in _FUNCTIONS or not self.named.isdisjoint(made.ins):
             self._apply(made)
             self.named.update(v for v in made.outs if v in self.of)
 

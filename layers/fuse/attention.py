@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .forms import Form, Mask, Scores
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
-from .program import LARGEST_CONSTANT, Left, Program, Site, called
+from .program import LARGEST_CONSTANT, Program
 from .rows import ABSORBING, NUMBER, Row
-from .scores import Form, Mask, Operands, ScoreForms, Scores
+from .scores import Operands, ScoreForms
+from .sites import Left, Site, called
 
 MASKED = -1e4
 """What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
@@ -136,6 +138,8 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
     dtype = _dtype([found.x[3], found.w[3], v_dtype])
     if size(width) != size(values):
         raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
+    if base.capped:
+        raise Left("a bias before the soft cap")
     inner, scale = base.inner, base.scale * found.x[2] * found.w[2]
     softcap = None
     if inner is not None:  # scale · tanh(inner · q·k): cap = scale, so that cap / inner is 1

@@ -26,7 +26,8 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from ...native import jax_private
 from ...native.jaxpr import bodies
 from .constants import ARITHMETIC, COMPARED, ELEMENTWISE
-from .program import Equation, Left, Program
+from .program import Equation, Program
+from .sites import Left
 
 Reasons = list[str | None]
 

@@ -17,9 +17,10 @@ from . import attention, indexing, losses, norms, products
 from .activations import Activations
 from .closure import Closure, Origin, is_array, kind_of, origins_of, runs_later
 from .codes import with_codes
-from .program import Program, Site, Theirs, explained
+from .program import Program
 from .report import Report, Row
 from .scores import ScoreForms
+from .sites import Site, Theirs, explained
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Skip = str | Iterable[str] | Callable[[Row], bool]

@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array, lax
 
 from .indices import Affine, affine
-from .program import Equation, Left, Program, Site
+from .program import Equation, Program
+from .sites import Left, Site
 
 SPARSEST = 16
 """A scatter to less than one element in 16 stays: a select would pass over all the others."""

@@ -22,9 +22,21 @@ from ..dense.matmul import kernel_p
 from ..quantization.quantize import fits
 from .activations import Activations
 from .choices import chosen
-from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
-from .program import Equation, Left, Program, Site, called
+from .labels import (
+    UNCHANGED,
+    Dims,
+    Label,
+    arrange,
+    atoms,
+    expand,
+    expanded,
+    fresh,
+    moved_back,
+    size,
+)
+from .program import Equation, Program
 from .scores import ScoreForms
+from .sites import Left, Site, called
 
 FEW = 16
 """Products of fewer rows than these, or of a sixteenth of the rows that others have, are not
@@ -233,7 +245,7 @@ class Products:
             if back is None:
                 break
             v, dims = source, tuple(back)
-        return v, tuple(map(expand, dims))
+        return v, expanded(dims)
 
     def unquantized(self, m: Matrix) -> str:
         """Returns why a product is not computed in FP8, or ""."""
@@ -505,7 +517,7 @@ def _laid_out(program: Program, v: int, dims: Dims, known: Mapping[int, Any]) ->
         back = moved_back(made, dims, given, shape)
         if back is None or made.name not in _LAID_OUT:
             break
-        v, dims = made.ins[0], tuple(map(expand, back))
+        v, dims = made.ins[0], expanded(back)
     return v, dims
 
 

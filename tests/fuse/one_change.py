@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from normfuse.native.jaxpr import results_of
+from normfuse.native.jaxpr import evaluate, results_of
 
 KINDS = "constant", "axis", "cast", "stop_gradient"
 JITS = "jit", "pjit", "closed_call"
@@ -23,17 +23,13 @@ JITS = "jit", "pjit", "closed_call"
 
 def evaluated(closed, operands, change):
     """Evaluates a program; `change(eqn, operands, bind)` computes each equation's results."""
-    jaxpr = closed.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
-    read = lambda v: v.val if hasattr(v, "val") else env[v]
-    for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
+
+    def rule(eqn, given):
         if eqn.primitive.name in JITS:
-            results = evaluated(eqn.params["jaxpr"], given, change)
-        else:
-            results = change(eqn, given)
-        env |= zip(eqn.outvars, results, strict=True)
-    return [read(v) for v in jaxpr.outvars]
+            return evaluated(eqn.params["jaxpr"], given, change)
+        return change(eqn, given)
+
+    return evaluate(closed, operands, rule)
 
 
 def bind(eqn, given, **params):

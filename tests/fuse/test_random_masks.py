@@ -34,11 +34,6 @@ FAULTS = {  # lines of a program; the last mask, indices and floats are used, to
         'v1.astype("bool")',
         "v1 > 0",
     ],
-    "halves of a mask": [
-        'np.tri(T, dtype="float32") * 0.5',
-        "jnp.where(b, 1.5, 0.5)",
-        'v1.astype("uint8").astype("bool")',
-    ],
     "a negative number, cast to unsigned": [
         BEHIND,
         'jnp.where(v0, 1.0, -1.0).astype("float32")',
@@ -59,21 +54,6 @@ FAULTS = {  # lines of a program; the last mask, indices and floats are used, to
         "lax.div(jnp.arange(T), jnp.zeros_like(v0))",
         "v1[:, None] >= v2",
     ],
-    "the least integer, divided": [
-        'lax.div(jnp.full((T,), -128, "int8"), np.full(T, 2, "int8"))',
-        'lax.abs(jnp.full((T,), -128, "int8"))',
-        "v0[:, None] > v1",
-    ],
-    "negative numbers, divided": [
-        "lax.div(jnp.arange(T) - 3, jnp.full((T,), 2))",
-        "v0 + 1",
-        "lax.div(np.array([-3, 3, -4, 4, -5]), np.array([2, -2, 2, -2, -5]))",
-    ],
-    "300 ones, summed in int8": [
-        'jnp.sum(jnp.ones(LONG, "int8"), dtype="int8")',
-        'jnp.sum(jnp.arange(LONG, dtype="uint8"), dtype="uint8")',
-        'jnp.prod(jnp.full(T, 100, "int8"), dtype="int8")',
-    ],
     "integers that wrap": [
         'jnp.arange(T, dtype="int8") + np.int8(125)',
         "v0 - np.int8(3)",
@@ -82,32 +62,6 @@ FAULTS = {  # lines of a program; the last mask, indices and floats are used, to
         "v0[:, None] >= v1",
         "v2 >= v3[:, None]",
     ],
-    "positions that wrap": [
-        'lax.iota("int8", LONG)',
-        "v0[T:]",
-        'jnp.arange(LONG).astype("uint8")',
-        "v2[:, None][:T] >= v2[:T]",
-    ],
-    "positions that bfloat16 has not": [
-        'lax.iota("bfloat16", LONG)',
-        "lax.eq(v0[255:260], v0[256:261])",
-        'jnp.arange(LONG, dtype="int32").astype("bfloat16")',
-        "v2[1:] > v2[:-1]",
-        'v2.astype("int32")',
-    ],
-    "numbers of rounded bfloat16": [
-        'np.arange(T).astype("bfloat16") * np.array(0.1).astype("bfloat16")',
-        'v0 == v0.astype("float32").astype("bfloat16")',
-        "jnp.floor(v0 * np.array(10).astype(v0.dtype))",
-        'jnp.sum(jnp.ones(LONG, "bfloat16") * 1.5, dtype="bfloat16")',
-        "v3 > 400",
-    ],
-    "subnormal numbers": [
-        'jnp.full((T, T), 1e-40, "float32")',
-        "v0 > 0",
-        'v0.astype("bool")',
-        'np.full((T, T), 1e-40, "float32") != 0',
-    ],
     "divided by what is 0 on some devices": [
         'jnp.arange(T, dtype="float32") / np.float32(1e-40)',
         'jnp.full((T,), 1e-40, "float32") * np.float32(1e38)',
@@ -115,32 +69,12 @@ FAULTS = {  # lines of a program; the last mask, indices and floats are used, to
         'jnp.log(jnp.full((T,), 1e-40, "float32"))',
         'jnp.full((T,), 1e-40, "float32").astype("float64") * 1e30',
     ],
-    "what is no number": [
-        'jnp.full((T, T), np.nan, "float32")',
-        "lax.max(v0, jnp.zeros_like(v0))",
-        "jnp.equal(v0, v0)",
-        "jnp.less(v0, v1)",
-        "lax.clamp(np.float32(0), v0, np.float32(1))",
-        'v0.astype("bool")',
-        "jnp.max(v0, 0)",
-    ],
-    "clamped between reversed bounds": [
-        "lax.clamp(3, jnp.arange(T), 1)",
-        "lax.clamp(jnp.full((T,), 3), jnp.arange(T), jnp.full((T,), 1))",
-    ],
     "integers that float64 has not": [
         "jnp.full((T,), 2**53 + 1)",
         "v0 + 1 - 2**53",
         'np.full(T, 2**63 + 5, "uint64")',
         "v2 >= v2[0]",
         "jnp.arange(T) * (2**62 + 1)",
-    ],
-    "four bits": [
-        'jnp.arange(T).astype("int4")',
-        'v0 + np.array(7).astype("int4")',
-        'v1.astype("int32") > 0',
-        'jnp.arange(LONG).astype("uint4")',
-        'lax.iota("int4", T)',
     ],
     "the complement of an integer": [
         f"({BEHIND}).astype('int32')",

@@ -226,7 +226,6 @@ MASKS = {
     "tril of ones": lambda s: jnp.where(jnp.tril(jnp.ones_like(s)) > 0, s, -1e9),
     "select": lambda s: lax.select(jnp.broadcast_to(causal(), s.shape), s, jnp.full_like(s, -1e9)),
     "added": lambda s: s + jnp.where(causal(), 0.0, -1e9).astype(s.dtype),
-    "multiplied": lambda s: s + (1 - causal().astype(s.dtype)) * -1e9,
     "window": lambda s: jnp.where(causal() & ~jnp.tril(jnp.ones((T, T), bool), -5), s, -1e9),
     "window of differences": lambda s: jnp.where(
         (d := jnp.arange(T)[:, None] - jnp.arange(T)) * (d < 6) + (d >= 6) * -1 >= 0, s, -1e9
@@ -452,6 +451,25 @@ for name, loss in LOSSES.items():
         loss=1,
         low=name in BF16,
     )
+    case(
+        f"loss: a bias, {name}",
+        lambda loss=loss: (
+            lambda x, w, b, y: loss(x @ w + b, y),
+            [draw(0, *BTE), draw(1, E, V, scale=0.3), draw(2, V), words()],
+        ),
+        loss=1,
+        low=name in BF16,
+    )
+    if name not in ("soft cap", "label smoothing"):
+        case(
+            f"loss: a masked vocabulary, {name}",
+            lambda loss=loss: (
+                lambda x, w, y: loss(jnp.where(jnp.arange(V) < V - 9, x @ w, -1e9), y),
+                [draw(0, *BTE), draw(1, E, V, scale=0.3), jnp.minimum(words(), V - 10)],
+            ),
+            loss=1,
+            low=name in BF16,
+        )
 
 integers = LOSSES["optax, integers"]
 
@@ -475,6 +493,59 @@ of_rows(
     BTE,
     (E, V),
     loss=lambda z, y: integers(z, y[:, 1:]),
+)
+of_rows("a bias of nn.Dense", lambda x, w, b: x @ w + b.reshape(1, 1, V), BTE, (E, V), (V,))
+of_rows("a bias and a temperature", lambda x, w, b: (x @ w + b) / 4, BTE, (E, V), (V,))
+of_rows("a scaled bias that is subtracted", lambda x, w, b: x @ w - 2 * b, BTE, (E, V), (V,))
+of_rows("two biases", lambda x, w, b, c: x @ w + b + c, BTE, (E, V), (V,), (V,))
+of_rows("one number as a bias", lambda x, w, b: x @ w + b, BTE, (E, V), ())
+of_rows(
+    "nn.Dense",
+    lambda x, w, b: nn.Dense(V).apply({"params": {"kernel": w, "bias": b}}, x),
+    BTE,
+    (E, V),
+    (V,),
+)
+of_rows(
+    "eqx.nn.Linear",
+    lambda x, w, b: jax.vmap(
+        jax.vmap(
+            eqx.tree_at(
+                lambda l: (l.weight, l.bias), eqx.nn.Linear(E, V, key=jax.random.key(0)), (w, b)
+            )
+        )
+    )(x),
+    BTE,
+    (V, E),
+    (V,),
+)
+of_rows(
+    "an added mask of the vocabulary",
+    lambda x, w: x @ w + jnp.where(jnp.arange(V) < V - 9, 0, -1e9),
+    BTE,
+    (E, V),
+)
+of_rows("a mask that is given", lambda x, w, m: x @ w + 1e4 * m, BTE, (E, V), (V,))
+of_rows(
+    "a bias and a mask of -inf",
+    lambda x, w, b: jnp.where(jnp.arange(V) < V - 9, x @ w + b, -jnp.inf),
+    BTE,
+    (E, V),
+    (V,),
+    y=jnp.minimum(words(), V - 10),
+)
+of_rows(
+    "labels that a mask hides",
+    lambda x, w: jnp.where(jnp.arange(V) > 19, x @ w, -1e9),
+    BTE,
+    (E, V),
+    loss=LOSSES["of each row"],
+)
+of_rows(
+    "labels that a mask hides, summed",
+    lambda x, w: jnp.where(np.arange(V) % 5 > 0, x @ w, -2e4),
+    BTE,
+    (E, V),
 )
 of_rows("scaled inputs", lambda x, w: (x * E**-0.5) @ w, BTE, (E, V))
 of_rows(
@@ -536,16 +607,10 @@ def low_rms(x, eps=1e-6):
 NORMS = {  # functions of x and w
     "rsqrt": lambda x, w: x * rms(x) * w,
     "square root": lambda x, w: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w,
-    "weight first": lambda x, w: w * (x * rms(x)),
-    "weight before the division": lambda x, w: w * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)),
     "1 + w": lambda x, w: x * rms(x) * (1 + w),
     "sum times 1/n": lambda x, w: (
         x * lax.rsqrt((x * x).sum(-1, keepdims=True) * (1 / E) + 1e-6) * w
     ),
-    "einsum": lambda x, w: (
-        x * lax.rsqrt(jnp.einsum("...d,...d->...", x, x)[..., None] / E + 1e-6) * w
-    ),
-    "power": lambda x, w: x * jnp.power(jnp.mean(x**2, -1, keepdims=True) + 1e-6, -0.5) * w,
     "reciprocal": lambda x, w: (
         x * lax.reciprocal(jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)) * w
     ),
@@ -568,9 +633,6 @@ NORMS = {  # functions of x and w
     "layer norm": lambda x, w: (
         (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * w
     ),
-    "layer norm, two passes": lambda x, w: (
-        lambda c: c / jnp.sqrt(jnp.mean(c * c, -1, keepdims=True) + 1e-6) * w + w[::-1]
-    )(x - jnp.mean(x, -1, keepdims=True)),
     "layer norm, squares less the mean's": lambda x, w: (
         lambda m, s: (x - m) * lax.rsqrt(s - m * m + 1e-6) * w
     )(x.mean(-1, keepdims=True), jnp.mean(x * x, -1, keepdims=True)),
@@ -714,7 +776,6 @@ GATED = {
     "gelu by hand": lambda z: (
         0.5 * z * (1 + jnp.tanh(0.7978845608028654 * (z + 0.044715 * z * z * z)))
     ),
-    "relu": jax.nn.relu,
     "sigmoid": jax.nn.sigmoid,
 }
 for name, activation in GATED.items():
@@ -829,11 +890,6 @@ PRODUCTS = {  # function, shapes, products
         (BTE, (E, 4, 16)),
         1,
     ),
-    "einsum from heads": (
-        lambda x, w: jnp.einsum("bthd,hde->bte", x, w),
-        ((B, T, 4, 16), (4, 16, E)),
-        1,
-    ),
     "features first": (lambda x, w: jnp.einsum("ebt,ef->fbt", x, w), ((E, B, T), (E, F)), 1),
     "vmapped rows": (lambda x, w: jax.vmap(jax.vmap(lambda r: w @ r))(x), (BTE, (F, E)), 1),
     "cast kernel": (lambda x, w: x @ w.astype(f32).astype(x.dtype), (BTE, (E, F)), 1),
@@ -901,17 +957,6 @@ def test_products(name):
 
 INDEXING = {  # functions of x (B, T, E) and a (B, T, E / 2); number of sites, or any
     "set even": (lambda x, a: x.at[..., ::2].set(a), 1),
-    "set odd": (lambda x, a: x.at[..., 1::2].set(a), 1),
-    "interleave": (
-        lambda x, a: jnp.zeros_like(x).at[..., ::2].set(a).at[..., 1::2].set(2 * a),
-        2,
-    ),
-    "set along another axis": (lambda x, a: x.at[:, 1::2].set(jnp.tile(a[:, ::2], 2)), 1),
-    "set by indices": (lambda x, a: x.at[..., np.arange(0, E, 2)].set(a), 1),
-    "set a number": (lambda x, a: x.at[..., ::4].set(2.5) * a.sum(), 1),
-    "set one row": (lambda x, a: x.at[:, 5].set(jnp.concatenate([a[:, 0], a[:, 1]], -1)), 1),
-    "multiply odd": (lambda x, a: x.at[..., 1::2].multiply(a), 1),
-    "read by indices": (lambda x, a: x[..., np.arange(1, E, 2)] * a, 1),
     "read a permutation": (lambda x, a: x[..., np.random.default_rng(1).permutation(E)], None),
     "rotary embedding": (
         lambda x, a: (

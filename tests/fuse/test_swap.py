@@ -5,6 +5,7 @@ import pickle
 
 import equinox as eqx
 import flax.linen as nn
+import flax.linen.partitioning as partitioning
 import foreign_norms
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from fuse_cases import draw
+from jax import lax
 
 import normfuse
 from normfuse.layers import eqx as ours_eqx
@@ -312,3 +314,50 @@ def test_removed_names_say_what_replaces_them():
     ):
         with pytest.raises(AttributeError, match=rf"{name} is gone: .*"):
             getattr(module, name)
+
+
+@every_framework
+def test_served_in_the_report_is_served_in_the_program(make):
+    """Each row of a norm is a call of ours, whatever the shape; and no call is without a row."""
+    reports = []
+    _, swapped, call = make(report=reports.append)
+    for shape, count in (((2, 16, DIM), 1), ((2, 1, DIM), 1), ((2, 0, DIM), 0)):
+        program = jax.make_jaxpr(lambda x: call(swapped, x))(jnp.ones(shape))
+        calls = [e for e in program.eqns if "rms_norm" in str(e.params.get("name", ""))]
+        norms = [row for row in reports[-1].fused if row.domain == "norm"]
+        assert len(norms) == len(calls) == count, (shape, str(reports[-1]))
+
+
+def rms(x, scale):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def test_collections_besides_parameters():
+    """T5X's: the axes' names of parameters in a collection of their own, and sown values."""
+
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            make = partitioning.param_with_axes
+            scale = make("scale", nn.initializers.ones, (DIM,), jnp.float32, axes=("embed",))
+            y = rms(x, scale)
+            self.sow("intermediates", "y", y)
+            return y
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = x + Norm()(x)
+            return x
+
+    reports = []
+    model = Layers()
+    swapped = ours_linen.swap(model, report=reports.append)
+    variables = model.init(jax.random.key(0), X)
+    assert "params_axes" in variables
+    got = swapped.apply(variables, X, mutable=["intermediates"])
+    want = model.apply(variables, X, mutable=["intermediates"])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert [row.domain for row in reports[-1].fused] == ["norm"] * 3
