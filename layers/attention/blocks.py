@@ -111,7 +111,7 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
 
 
 def _in_blocks(q: Array, k: Array) -> bool:
-    """Whether there is something to compute, and the lengths are known."""
+    """Returns whether there is something to compute, and the lengths are known."""
     return all(isinstance(n, int) for n in (*q.shape, *k.shape)) and 0 not in (*q.shape, *k.shape)
 
 

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...native.implementation import Order, Unsupported, report
 from ...native.kernel import Body, Kernel, lower
-from ..core import derivative
-from ..core.op import Op, Split, batch_at, jvp_along, reshard_like, vary, where_lowered
+from ..core.op import Op, Split, batch_at, jvp_along, linear, reshard_like, vary, where_lowered
 from . import blocks
 from .spec import Dimensions, Spec, numbers
 
@@ -147,7 +146,7 @@ def _batch(
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """The derivative of an attention, at its operands and its results; see `core.derivative`."""
+    """The derivative of an attention, at its operands and its results; see `core.op`."""
 
     spec: Spec
     order: Order
@@ -185,7 +184,7 @@ def _forward_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> An
     saved = [checkpoint_name(r, name) for r, name in zip(results, NAMES)]
     moving = [*tangents[:3], tangents[3] if spec.bias is not None else None]
     kept = list(primals), saved
-    (dout,) = derivative.linear(_Derivative(spec, order), kept, moving, saved[:1])
+    (dout,) = linear(_Derivative(spec, order), kept, moving, saved[:1])
     zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in saved[1:]]
     count = 1 + spec.statistics
     return saved[:count], [dout, *zeros][:count]

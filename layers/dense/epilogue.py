@@ -21,9 +21,18 @@ from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
 from ...native.implementation import Order, Unsupported, native_or_best
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
-from ..core import derivative
 from ..core.activations import SCALARS, Activation, Scalar, resolve, scalar_of, with_activation
-from ..core.op import Dims, Loose, Op, Split, equally_varying, match, vary, varying_axes
+from ..core.op import (
+    Dims,
+    Loose,
+    Op,
+    Split,
+    differentiate,
+    equally_varying,
+    match,
+    vary,
+    varying_axes,
+)
 
 # ---------------------------------------------------------------- the epilogue
 
@@ -342,7 +351,7 @@ def gradients(
     return results + [None] * (len(operands) - len(results))
 
 
-derivative.define(forward, gradients)
+differentiate(forward, gradients)
 
 
 # ---------------------------------------------------------------- functions for layers
@@ -408,7 +417,7 @@ def finish(
         gate = lambda y, up: finish(y, bias, activation, wide) * up.astype(wide)
         gated = lambda y, up: gate(y, up).astype(dtype)
         return jax.checkpoint(gated, prevent_cse=False)(y, up)
-    function = resolve(activation)
+    function = None if activation is None else resolve(activation)
     if bias is None and function is None:
         return y.astype(dtype)
     compute = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else compute_dtype(dtype)

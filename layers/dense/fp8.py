@@ -25,9 +25,8 @@ from jax.sharding import NamedSharding
 from ...native.dtypes import compute_dtype
 from ...native.implementation import BEST, Order, report
 from ...native.launch import compute_capability_of
-from ..core import derivative
 from ..core.arguments import Quantization
-from ..core.op import Loose, Op, equally_varying
+from ..core.op import Loose, Op, differentiable, equally_varying
 from ..core.sharding import axes_of, whole
 from ..quantization.gated import hidden
 from ..quantization.quantize import Codes, Quantized, decoded, no_second_derivative, quantize
@@ -170,7 +169,7 @@ def _product_dims(spec: Contraction, *_: int) -> tuple[list[Any], list[Any]]:
 
 
 def _share_product(
-    spec: Contraction, sizes: Mapping[str, int], shapes: Sequence[Any], specs: Sequence[jax.P]
+    spec: Contraction, sizes: Mapping[str, int], arrays: Sequence[Any], specs: Sequence[jax.P]
 ) -> tuple[list[jax.P], Callable[..., list[Array]]]:
     """How devices share a product: each scales its part before it is summed, in one dtype.
 
@@ -179,7 +178,7 @@ def _share_product(
     they are there in two orders, all products gather one of them, once, and transpose it.
     """
     texts, of = (spec.a, spec.b, "", "", *[text for _, text in spec.others], spec.out), []
-    length = dict(zip(spec.a, shapes[0])) | dict(zip(spec.b, shapes[1]))
+    length = dict(zip(spec.a, arrays[0].shape)) | dict(zip(spec.b, arrays[1].shape))
     for text, one in zip(texts, specs):
         of.append(dict.fromkeys(length, ()) | dict(zip(text, map(axes_of, whole(one, len(text))))))
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(length, ())
@@ -255,7 +254,7 @@ def products_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
 class Fp8:
     """The recipe: all that is known of the FP8 products of one input when they are traced.
 
-    As a function (`core.derivative`) it is a dense layer's product of args, a kernel and its main
+    As a function (`core.op`) it is a dense layer's product of args, a kernel and its main
     gradient. The args are (x,), or (x, q, qt or None, scale) where they are `encoded`: then the
     product reads codes of x, not its values; its tangent is theirs.
     """
@@ -274,12 +273,12 @@ class Fp8:
 
     @property
     def contract(self) -> bool:
-        """Whether the kernel is stored (out, in)."""
+        """Says that the kernel is stored (out, in)."""
         return self.product.kernel[0] != self.labels[1]
 
     @property
     def placed(self) -> bool:
-        """Whether the results' dimensions are placed on a mesh one by one."""
+        """Says that the results' dimensions are placed on a mesh one by one."""
         return self.product.out_sharding is not None
 
     def with_batch(self) -> "Fp8":
@@ -457,7 +456,7 @@ def multiply(
     product = Product.of(x.ndim, kernel.ndim, contract, None, out_sharding)
     spec = Fp8(op, product, jnp.dtype(dtype).name, order)
     x, kernel, main = equally_varying(x.astype(dtype), *with_main_gradient(kernel))
-    return derivative.call(spec, (x,), kernel, main)[0]
+    return differentiable(spec, (x,), kernel, main)[0]
 
 
 # ---------------------------------------------------------------- inputs whose codes are there
@@ -465,7 +464,7 @@ def multiply(
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """Which function the user called."""
+    """The function that the user called."""
 
     op: str
 
@@ -492,9 +491,9 @@ mlir.register_lowering(input_p, lambda ctx, x, **_: [x])
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """What `fuse` has to know to call a function with the codes of its input."""
+    """A function that `fuse` may call with the codes of its input."""
 
-    spec: Any  # a function of `core.derivative` with `of_codes`
+    spec: Any  # a function of `core.op` with `of_codes`
     tree: Any  # the structure of its operands
     ndims: tuple[int, ...]  # ndim of each of their arrays
     batched: bool = False  # the function was vmapped in a way that spec lacks

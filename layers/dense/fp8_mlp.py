@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.implementation import BEST, Order
-from ..core import derivative
 from ..core.activations import SCALARS, Scalar
-from ..core.op import equally_varying, jvp_along, match, placed
+from ..core.op import differentiable, equally_varying, jvp_along, match, placed
 from ..quantization import gated
 from ..quantization.quantize import Quantized, decoded
 from .fp8 import Fp8, fits, mark_input
@@ -30,7 +29,7 @@ from .matmul import Product, asked, chained, with_main_gradient
 
 
 class Kept(NamedTuple):
-    """What the forward keeps; pairs are codes and their scale, None where nothing reads them."""
+    """The forward's residuals; pairs are codes and their scale, None where nothing reads them."""
 
     x: Any  # codes of xᵀ
     kernels: Any  # a pair for each of gate and up, codes (in, out)
@@ -42,7 +41,7 @@ class Kept(NamedTuple):
 class Mlp:
     """All that is known of the MLP when it is traced.
 
-    As a function (`core.derivative`): of args as in `Fp8`; pairs of a kernel and its main gradient,
+    As a function (`core.op`): of args as in `Fp8`; pairs of a kernel and its main gradient,
     of gate, up and down; biases of gate and up, or none.
     """
 
@@ -57,12 +56,12 @@ class Mlp:
 
     @property
     def encoded(self) -> bool:
-        """Whether the codes of x are there."""
+        """Says that the codes of x are there."""
         return self.fp8.encoded
 
     @property
     def placed(self) -> bool:
-        """Whether dimensions of hidden arrays are placed on a mesh one by one."""
+        """Says that dimensions of hidden arrays are placed on a mesh one by one."""
         return self.hidden_sharding is not None
 
     def with_batch(self) -> "Mlp":
@@ -118,7 +117,7 @@ class Mlp:
                 parts += [] if dx is None else [fp8.along_x(dx, kept.kernels[i])]
                 total = functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array)
                 along.append(total if dbias is None else _plus(total, dbias))
-            h = functools.partial(gated.define_h, function=self.gated.function)
+            h = functools.partial(gated.define_h, self.gated)
             (dh, _) = jvp_along(h, arrays, along)[1]
             dh = dh.astype(fp8.dtype)
             terms.append(fp8.along_x(dh, kept.down))
@@ -162,7 +161,7 @@ def serves(kernels: list[Array], contract: int, function: Scalar | None) -> bool
 
 
 def has_slope(function: Scalar) -> bool:
-    """Whether a bound of the slope is known: of the library's own activations, not of namesakes."""
+    """Returns whether the slope has a known bound: the library's activations, not namesakes."""
     own = SCALARS.get(function.name)
     texts = lambda scalar: (scalar.source, scalar.derivative)
     return function.name in gated.SLOPES and own is not None and texts(own) == texts(function)
@@ -192,7 +191,7 @@ def multiply_mlp(
     x, *parts = equally_varying(x.astype(dtype), *parts, *biases)
     pairs = tuple((parts[2 * i], parts[2 * i + 1]) for i in range(len(kernels) + 1))
     operands = (x,), pairs, tuple(parts[2 * len(pairs) :])
-    return derivative.call(Mlp(fp8, hidden, hidden_sharding), *operands)[0]
+    return differentiable(Mlp(fp8, hidden, hidden_sharding), *operands)[0]
 
 
 def _plus(array: Array, bias: Array) -> Array:

@@ -20,9 +20,7 @@ from jax import Array
 
 from ...native import jax_private
 from ...native.implementation import Order
-from ..core import derivative
-from ..core.derivative import moves
-from ..core.op import Op, equally_varying, jvp_along
+from ..core.op import Op, differentiable, equally_varying, jvp_along, moves
 from ..norm import op as rms_norm
 from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
@@ -115,7 +113,7 @@ def _define_encoded(spec: Encoded, *leaves: Array) -> list[Array]:
     qt = others.pop(0) if spec.has_qt else None
     marked = spec.marked
     _, *operands = jax.tree.unflatten(marked.tree, [x, *others])
-    return list(derivative.call(marked.spec.of_codes(), (x, q, qt, scale), *operands))
+    return list(differentiable(marked.spec.of_codes(), (x, q, qt, scale), *operands))
 
 
 def _batch_encoded(op: Op, args: Any, dims: Any, *, spec: Encoded, order: Order) -> Any:

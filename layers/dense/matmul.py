@@ -34,9 +34,7 @@ from jax.sharding import NamedSharding
 
 from ...native.dtypes import NARROW, compute_dtype
 from ...native.implementation import Order
-from ..core import derivative
-from ..core.derivative import moves
-from ..core.op import Op, batch_at, equally_varying, jvp_along, placed
+from ..core.op import Op, batch_at, differentiable, equally_varying, jvp_along, moves, placed
 from ..core.sharding import axes_of, whole, without
 from . import epilogue
 from .epilogue import Epilogue
@@ -134,16 +132,12 @@ def product(
     value: Activated | None = None,
     contract: int = 0,
     out_sharding: NamedSharding | jax.P | None = None,
-    keep: bool = False,
 ) -> Array:
-    """Returns the product of `value` of args, or of the only one, with a kernel, in its dtype.
-
-    The value is kept for the backward only with `keep`.
-    """
+    """Returns the product of `value` of args, or of the only one, with a kernel, in its dtype."""
     precision = jax.config.jax_default_matmul_precision  # the backward's too
     one = Product.of(args[0].ndim, kernel.ndim, contract, precision, out_sharding)
     *args, kernel, main = equally_varying(*args, *with_main_gradient(kernel))
-    return derivative.call(_MatMul(one, value, keep), tuple(args), kernel, main)[0]
+    return differentiable(_MatMul(one, value), tuple(args), kernel, main)[0]
 
 
 product_p = Primitive("normfuse_product")
@@ -202,7 +196,6 @@ class _MatMul:
 
     product: Product
     value: Activated | None
-    keep: bool  # the value, for the backward
 
     @property
     def op(self) -> str:
@@ -214,18 +207,20 @@ class _MatMul:
         return args[0] if self.value is None else self.value.forward(args)
 
     def forward(self, operands: Any, moved: tuple[bool, ...] | None) -> Any:
-        """Returns `(y,)`, and args, the left operand and the kernel, as far as they are read."""
+        """Returns `(y,)`, and args and the kernel, as far as they are read."""
         args, kernel, _ = operands
         x = self.left(args)
         x = x if moved else product_p.bind(x)
         operand = operand_of(self.product, x, kernel)  # once: FSDP gathers it once for both ways
         *of_args, of_kernel, of_main = moved or (False,) * (len(args) + 2)
-        of_args, of_kernel = any(of_args), of_kernel or of_main
-        made = self.value is not None
-        kept = list(args) if made and (of_args or not self.keep) else None
-        is_kept = of_kernel and (self.keep or not made)
-        y = dot(self.product, x, operand)
-        return [y], (kept, x if is_kept else None, operand if of_args else None)
+        made = self.value is not None and any(of_args)
+        kept = list(args) if made or of_kernel or of_main else None
+        return [dot(self.product, x, operand)], (kept, operand if any(of_args) else None)
+
+    def _product(self, x: Array, operand: Array) -> Array:
+        one = self.product
+        options = {"precision": one.precision, "out_sharding": one.out_sharding}
+        return jnp.einsum(f"{one.x},{one.kernel}->{one.out}", x, operand, **options)
 
     def tangents(self, dargs: Any, dkernel: Any, dmain: Any) -> list[Any]:
         """Returns those of args, the kernel and its main gradient."""
@@ -233,54 +228,68 @@ class _MatMul:
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
         """Returns that of the product."""
-        (args, x, operand), (*dargs, dkernel, dmain) = kept, tangents
+        (args, operand), (*dargs, dkernel, dmain) = kept, tangents
         terms = []
         if operand is not None:
             dx = dargs[0]
             if self.value is not None:
                 _, (dx,) = jvp_along(lambda *args: [self.left(args)], args, dargs)
-            terms.append(dot(self.product, dx, operand))
+            terms.append(self._product(dx, operand))
         for d in (dkernel, dmain):
             if d is not None:
-                x = self.left(args) if x is None else x
-                terms.append(dot(self.product, x, operand_of(self.product, x, d)))
+                x = self.left(args)
+                terms.append(self._product(x, operand_of(self.product, x, d)))
         return [functools.reduce(jnp.add, terms)]
 
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
         """Returns those of args, the kernel and its main gradient."""
-        ((dy,), (args, x, operand)), (*of_args, dkernel, dmain) = (cts, kept), likes
-        like = of_args[0]
-        dargs: list[Any] = []
-        if self.value is not None and args is not None:
+        ((dy,), (args, operand)), (*of_args, dkernel, dmain) = (cts, kept), likes
+        of_kernel = dkernel is not None or dmain is not None
+        like, dargs = of_args[0], []
+        if self.value is not None:
             # All that the value is made of is there from the forward on, so XLA would make it again
             # at once, and keep it: recomputing was to save that.
             args, _ = lax.optimization_barrier((args, dy))
-            z = jax.typeof(args[0])
-            like = z.update(dtype=jnp.dtype(self.value.epilogue.out_dtype), weak_type=False)
-        again = x is None and (dkernel is not None or dmain is not None)
-        if any(d is not None for d in of_args):
-            dx = input_gradient(self.product, dy, like, operand)
-            dargs = [dx] if self.value is None else self.value.backward(dx, args, again)
-            x = dargs.pop() if again else x
-        elif again:
+            dtype = jnp.dtype(self.value.epilogue.out_dtype)
+            like = jax.typeof(args[0]).update(dtype=dtype, weak_type=False)
+        x = args[0] if of_kernel else None
+        if operand is not None and any(d is not None for d in of_args):
+            dargs = [input_gradient(self.product, dy, like, operand)]
+            if self.value is not None:
+                dargs = self.value.backward(dargs[0], args, of_kernel)
+                x = dargs.pop() if of_kernel else x
+        elif of_kernel:
             x = self.left(args)
         dargs += [None] * (len(of_args) - len(dargs))
         found = [None if d is None else g.astype(d.dtype) for g, d in zip(dargs, of_args)]
-        of_kernel = [dkernel, dmain]
-        found += [d if d is None else kernel_gradient(self.product, dy, x, d) for d in of_kernel]
-        return found
+        each = [dkernel, dmain]
+        return found + [d if d is None else kernel_gradient(self.product, dy, x, d) for d in each]
 
     def rows(self, kept: Any) -> Any:
         """The arguments have them, and so has the left operand."""
         if self.product.out_sharding is not None:
             return None
         has_up = self.value is not None and self.value.epilogue.has_up
-        return (0, 0, -1), [*[0] * (1 + has_up), -1, -1]
+        return (0, -1), [*[0] * (1 + has_up), -1, -1]
 
     def with_batch(self) -> "_MatMul":
         """Returns the same of rows with one more dimension, the first."""
         value = self.value and self.value.with_batch()
         return dataclasses.replace(self, product=self.product.with_batch(), value=value)
+
+    def with_kernels(self, kept: Any, tangents: Sequence[Any]) -> "_MatMul | None":
+        """Returns the same of several kernels, or of an x for each: it stays one GEMM."""
+        (args, operand), (dx, *dkernels) = kept, tangents
+        of_x, of_kernel = (
+            {*flags} - {None} for flags in ((*(args or ()), dx), (operand, *dkernels))
+        )
+        placed = self.product.out_sharding is not None
+        if self.value is not None or placed or len(of_x) > 1 or len(of_kernel) > 1:
+            return None
+        dims = [0 if True in flags else None for flags in (of_x, of_kernel)]
+        x, kernel, out = batched((self.product.x, self.product.kernel, self.product.out), dims)
+        product = dataclasses.replace(self.product, x=x, kernel=kernel, out=out)
+        return dataclasses.replace(self, product=product)
 
 
 def input_gradient(product: Product, dy: Array, x: Any, operand: Array) -> Array:

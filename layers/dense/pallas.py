@@ -26,9 +26,8 @@ from ...native.kernel import Kernel
 from ...native.pallas import lowering
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Ref, before, cdiv, clear, result_type
-from ..core import derivative
 from ..core.activations import SCALARS, Activation, Scalar, scalar_of
-from ..core.op import Op, Split, equally_varying, match
+from ..core.op import Op, Split, derivative_of, equally_varying, match
 from . import epilogue
 from .epilogue import Epilogue, finish
 from .matmul import matmul
@@ -459,7 +458,7 @@ def _batch(
 def _jvp(primals: Any, tangents: Any, *, spec: Dense, order: Order) -> Any:
     kept = replace(spec, keep=spec.keep or spec.function is not None)
     results = layer(kept, *primals, order=order)
-    along = derivative.operation(layer, _gradients, kept, order)
+    along = derivative_of(layer, _gradients, kept, order)
     dresults = along(primals, tangents, results, results[1:])
     return results[: 1 + spec.keep], dresults[: 1 + spec.keep]
 

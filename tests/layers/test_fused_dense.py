@@ -49,11 +49,6 @@ OPS = {
         [(IN, OUT), (IN, OUT)],
         lambda x, g, u: silu(x @ g) * (x @ u),
     ),
-    "gated_product, kept": (
-        lambda x, g, u, d, **o: gated_product(dense(x, g), dense(x, u), d, recompute=False, **o),
-        [(IN, OUT), (IN, OUT), (OUT, IN)],
-        lambda x, g, u, d: (silu(x @ g) * (x @ u)) @ d,
-    ),
     "gated_product": (
         lambda x, g, u, d, **o: gated_product(dense(x, g), dense(x, u), d, **o),
         [(IN, OUT), (IN, OUT), (OUT, IN)],
@@ -131,8 +126,6 @@ def test_what_can_be_made_again_is_not_kept():
     gate = jnp.ones(hidden, bf16)
     assert kept(gated_product, (gate, gate, jnp.ones((OUT, IN), bf16))) == [hidden, hidden]
     assert kept(gated_product, (gate, None, jnp.ones((OUT, IN), bf16))) == [hidden]
-    keeping = functools.partial(gated_product, recompute=False)
-    assert kept(keeping, (gate, gate, jnp.ones((OUT, IN), bf16))) == [hidden] * 3
 
 
 def test_a_frozen_kernel_costs_no_product_and_no_recomputation():

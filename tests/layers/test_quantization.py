@@ -13,6 +13,7 @@ import pytest
 from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.quantization import gated
 from normfuse.layers.quantization.quantize import (
+    Codes,
     Quantized,
     define_amax,
     define_cast,
@@ -50,7 +51,7 @@ def native(x, dtype: np.dtype, bound=None) -> Quantized:
 
 @functools.partial(jax.jit, static_argnums=1)
 def by_definition(x, dtype: np.dtype) -> Quantized:
-    q, qt, scale = define_quantize(x, dtype=dtype.name, has_q=True, has_qt=True)
+    q, qt, scale = define_quantize(Codes(dtype.name), x)
     return Quantized(q, qt, scale[0])
 
 
@@ -137,8 +138,7 @@ def test_a_bound_that_is_not_finite_gives_nan_everywhere(bound):
     x = jnp.ones((16, 16))
     found = fp8_layers.quantize(x, bound=jnp.asarray([1.0, bound]))
     assert np.isnan(found.scale) and np.isnan(np.asarray(found.q, np.float32)).all()
-    flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
-    q, qt, scale = define_cast(x, jnp.asarray([1.0, bound], jnp.float32), **flags)
+    q, qt, scale = define_cast(Codes(), x, jnp.asarray([1.0, bound], jnp.float32))
     np.testing.assert_array_equal(bits(q), bits(found.q))
     assert np.isnan(scale).all()
 
@@ -219,7 +219,7 @@ def test_gradients_of_activations_stay_within_their_bounds(has_up, rng):
         _, _, *kept = gated.hidden(spec, *arrays, order=NATIVE)
         found = gated.hidden_gradients(spec, dh, *kept, order=NATIVE)
         meant = [as_codes(x, kept[2 * i : 2 * i + 2]) for i, x in enumerate(arrays)]
-        exact = gated.define_gradients(dh, *meant, function=function)
+        exact = gated.define_gradients(gated.Gated(function), dh, *meant)
         limits = kept[-3:-1]
         bounds = gated.gradient_bounds(jnp.max(jnp.abs(dh)), *limits, gated.SLOPES[name])
         for i, (d, bound) in enumerate(zip(exact, bounds)):
@@ -229,7 +229,7 @@ def test_gradients_of_activations_stay_within_their_bounds(has_up, rng):
             gap = np.asarray(q).view(fp8_reference.E4M3).astype("f8") * float(scale) - d
             assert np.linalg.norm(gap) < 0.03 * np.linalg.norm(d)
             np.testing.assert_array_equal(q, qt.T)
-        h = np.asarray(gated.define_h(*meant, function=function)[0])
+        h = np.asarray(gated.define_h(gated.Gated(function), *meant)[0])
         most = 448 * fp8_reference.scale(kept[-1], fp8_reference.E4M3)
         q, _ = fp8_reference.quantize(np.clip(h, -most, most), bound=kept[-1])
         assert np.mean(bits(q).T != np.asarray(found[-2])) < 1e-3
