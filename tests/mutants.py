@@ -571,8 +571,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/program.py",
-        "if effects or any(v in live and v not in env and v not in sites for v in equation.outs):",
-        "if any(v in live and v not in env and v not in sites for v in equation.outs):",
+        "            if effects or missing:",
+        "            if missing:",
         "tests/fuse/test_everywhere.py::test_effects_and_their_order",
     ),
     Mutant(
