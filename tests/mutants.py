@@ -798,6 +798,18 @@ MUTANTS = [
         "tests/fuse/test_codes.py::test_the_report_says_why_not_and_the_results_stay[heads]",
     ),
     Mutant(
+        "layers/fuse/codes.py",
+        "    if not reason and marked and any(map(is_read, statistics)):",
+        "    if False:",
+        "tests/fuse/test_codes.py::test_the_report_says_why_not_and_the_results_stay[statistics]",
+    ),
+    Mutant(
+        "layers/fuse/losses.py",
+        "    if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):",
+        "    if False:",
+        "tests/fuse/test_everywhere.py::test_rows_of_losses_say_what_is_compiled[partly manual]",
+    ),
+    Mutant(
         "layers/fuse/compare.py",
         "same = (y == exact) | np.isnan(y) & np.isnan(exact)",
         "same = (y == exact) | np.isnan(y) | np.isnan(exact)",
