@@ -513,7 +513,7 @@ MUTANTS = [
         "layers/fuse/constants.py",
         "return self.unrounded and self.normal",
         "return self.unrounded",
-        "tests/fuse/test_random_masks.py::test_constant[a product that is subnormal]",
+        "tests/fuse/test_random_masks.py::test_constant[a comparison of what is subnormal]",
     ),
     Mutant(  # devices that flush subnormal numbers divide by 0
         "layers/fuse/constants.py",

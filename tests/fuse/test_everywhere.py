@@ -484,6 +484,23 @@ def test_rows_of_losses_say_what_is_compiled(name, eight_devices):
     assert ("gradient in fp8" in loss.served) == quantized == ("f8e5m2" in text), loss
 
 
+def test_rows_of_products_say_what_is_compiled(eight_devices):
+    """A norm with codes and an MLP multiply codes on a mesh that is partly manual, too."""
+    mesh = jax.make_mesh((2, 2), ("t", "d"), (AxisType.Auto,) * 2)
+    kernels = fuse_cases.draws((64,), (64, 128), (64, 128), (128, 64), scale=0.3)
+
+    def mlp(x, scale, gate, up, down):
+        h = rms(x, scale)
+        return jnp.sin((jax.nn.silu(h @ gate) * (h @ up)) @ down)
+
+    fused = Fused(mlp, quantization="fp8")
+    parts = {"in_specs": (P("t"), *[P()] * 4), "out_specs": P("t"), "axis_names": {"t"}}
+    function = jax.shard_map(fused, mesh=mesh, **parts)
+    text = jax.jit(function).lower(draw(9, 64, 64), *kernels).compile().as_text()
+    assert_served(fused, norm=1, mlp=1, codes=1)
+    assert "f8e4m3" in text and all("fp8" in r.served for r in fused.rows if r.domain == "mlp")
+
+
 def test_constraints_stay(mesh, args):
     if mesh.axis_types[0] == AxisType.Explicit:
         pytest.skip("constraints are for Auto axes")

@@ -509,6 +509,11 @@ def low_rms(x, eps=1e-6):
 NORMS = {  # functions of x and w
     "rsqrt": lambda x, w: x * rms(x) * w,
     "square root": lambda x, w: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w,
+    "weight before the division": lambda x, w: w * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)),
+    "einsum": lambda x, w: (
+        x * lax.rsqrt(jnp.einsum("...d,...d->...", x, x)[..., None] / E + 1e-6) * w
+    ),
+    "power": lambda x, w: x * jnp.power(jnp.mean(x**2, -1, keepdims=True) + 1e-6, -0.5) * w,
     "1 + w": lambda x, w: x * rms(x) * (1 + w),
     "sum times 1/n": lambda x, w: (
         x * lax.rsqrt((x * x).sum(-1, keepdims=True) * (1 / E) + 1e-6) * w
