@@ -200,7 +200,7 @@ def _with_number(
 
 
 def _stands_for(terms: Terms | None, formula: Terms | None) -> bool:
-    """Whether a program's polynomial is a formula's, as the program's constants round it."""
+    """Tells if a program's polynomial is a formula's, as the program's constants round it."""
     if terms is None or formula is None:
         return terms is formula
     return len(terms) == len(formula) and all(

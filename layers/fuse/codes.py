@@ -37,9 +37,13 @@ class CodedProgram(Program):
 
     calls = ()
 
+    def __init__(self, *args: Any, **options: Any):
+        self._has_parts = functools.cache(_has_parts)  # layers share jitted functions
+        super().__init__(*args, **options)
+
     def inlines(self, eqn: Any) -> bool:
         """Tells if a jitted function has norms or FP8 products; JAX has traced the others once."""
-        return is_inlined(eqn) and _has_parts(eqn.params["jaxpr"].jaxpr)
+        return is_inlined(eqn) and self._has_parts(eqn.params["jaxpr"].jaxpr)
 
     def bodies_of(self, eqn: Any, ins: Sequence[int]) -> Iterator[Any]:
         return inner_programs(eqn, ins, differentiated=True)
@@ -53,7 +57,6 @@ class CodedProgram(Program):
             raise failure.error from failure
 
 
-@functools.lru_cache(maxsize=1024)
 def _has_parts(jaxpr: Any) -> bool:
     is_part = lambda eqn: eqn.primitive is norms.forward.primitive or _product_of(eqn) is not None
     return any(is_part(eqn) or any(map(_has_parts, inner(eqn))) for eqn in jaxpr.eqns)

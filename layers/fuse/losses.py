@@ -71,7 +71,7 @@ class Loss(Site):
 
     @property
     def total(self) -> bool:
-        """Whether it is a multiple of the sum of all rows' cross-entropies."""
+        """Tells if it is a multiple of the sum of all rows' cross-entropies."""
         cross = self.lse == -self.pick
         return cross and self.outside != "0" and not self.sum and self.summed >= set(self.rows)
 

@@ -52,7 +52,7 @@ def _booleans(g: Any, v: int, form: Form) -> Any:
 
 
 def _fits(g: Any, v: int, form: Form) -> bool:
-    """Whether an array has a form's dimensions, or 1 in the place of some."""
+    """Tells if an array has a form's dimensions, or 1 in the place of some."""
     shape, sizes = g.program.avals[v].shape, shape_of(form.dims)
     return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
 

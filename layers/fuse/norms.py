@@ -359,7 +359,7 @@ def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
 
 
 def _is_one(a: float, slack: float) -> bool:
-    """Whether a product of the program's constants stands for 1."""
+    """Tells if a product of the program's constants stands for 1."""
     return abs(a - 1) <= slack + ARITHMETIC
 
 

@@ -92,7 +92,7 @@ class Matrix:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """Where the function places the product on Explicit axes, as `(*rows, columns)`; or None.
+        """The function's own sharding of the product on Explicit axes, `(*rows, columns)`; or None.
 
         It has to where the features of both operands are split.
         """
@@ -116,7 +116,7 @@ def _products_in(program: Program) -> Iterator[Equation]:
 
 
 class Products:
-    """What is known of a program's products."""
+    """The products of a program with parameters."""
 
     def __init__(
         self, program: Program, scores: ScoreForms, activations: Activations, made: set[int]
@@ -273,7 +273,7 @@ class Products:
         return not jnp.issubdtype(self.program.avals[made.ins[0]].dtype, jnp.floating)
 
     def _is_returned(self, v: int) -> bool:
-        """Whether a value is the function's result, laid out anew or cast: logits, it may be."""
+        """Tells if a value is the function's result, laid out anew or cast: logits, it may be."""
         g, stack, seen = self.program, [v], set()
         while stack and not g.within:
             v = stack.pop()

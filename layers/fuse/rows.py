@@ -153,7 +153,7 @@ def _is_bad(value: Any) -> bool:
 
 
 def _times(back: Any, factor: Any) -> Any:
-    """What a gradient becomes that is multiplied by a number first."""
+    """Returns what becomes of a gradient that is multiplied by a number first."""
     z, _, n = back
     if _is_bad(factor):
         return n, n, n

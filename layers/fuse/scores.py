@@ -1,4 +1,4 @@
-"""What values are in terms of the scores of one product: the algebra of softmaxes and of losses.
+"""Scores: values as Forms of one product's scores, by the algebra of softmaxes and of losses.
 
 Each value that derives from a product s gets a `Form`:
 

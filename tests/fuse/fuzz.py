@@ -41,7 +41,7 @@ from normfuse.native.jaxpr import evaluate, results_of  # noqa: E402
 
 N = 4  # 16 in FP8, whose products have multiples of it
 EXACT = 5e-4
-"""Of an array, or of a tenth of the largest one.
+"""The tolerance: a part of an array, or of a tenth of the largest one.
 
 Gradients of attention are differences that cancel, and its probabilities, computed again from a
 log-sum-exp, have the rounding of large scores.
@@ -50,7 +50,7 @@ ROUNDED = 2.0**-5  # twice the change by a cast to bfloat16 on the way
 
 
 def hides(seed):
-    """Whether a program may have a row that sees nothing, or one maximum of two stopped.
+    """Tells if a program may have a row that sees nothing, or one maximum of two stopped.
 
     The others are what they were before there were such, since tests name some by their numbers.
     """
@@ -120,7 +120,7 @@ class Writer:
         return self.rng.random() < p
 
     def rarely(self, p):
-        """Of programs that may hide rows alone."""
+        """A chance in programs that may hide rows alone."""
         return self.hides and self.chance(p)
 
     def number(self, *choices):
@@ -544,7 +544,7 @@ class Invalid(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """What a program is compared in.
+    """The dtype and tolerances by which a program is compared.
 
     Attributes:
       dtype: of the arguments.

@@ -72,7 +72,7 @@ remat = loss_of(lambda x, layers: jax.lax.scan(jax.checkpoint(layer), x, layers)
 
 
 def found(loss, quantization):
-    """What `fuse` finds, without lines, and the value and gradients."""
+    """Returns what `fuse` finds, without lines, and the value and gradients."""
     reports = []
     fused = fuse(loss, quantization=quantization, report=reports.append)
     results = jax.jit(jax.value_and_grad(fused))(*arguments())
@@ -115,7 +115,7 @@ def test_the_next_scan():
 
 
 def test_names_of_what_the_next_primitives_replace():
-    """Of a class of somebody else that is called as JAX's, nothing is known."""
+    """Nothing is known of somebody else's class that is called as JAX's."""
 
     class RematTraced:
         params = {}

@@ -132,25 +132,6 @@ def _():
     return jax.vmap(jax.vmap(one, 1, 1)), draws(*QKV)
 
 
-@case("attention: heads of keys repeated", attention=1)
-def _():
-    def attention(q, k, v):
-        return attend(masked())(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
-
-    return attention, draws(BTHD, (B, T, 2, D), (B, T, 2, D))
-
-
-@case("attention: heads of keys broadcast", attention=1)
-def _():
-    def many(x):
-        return jnp.broadcast_to(x[:, :, :, None], (B, T, 2, 2, D)).reshape(BTHD)
-
-    return (
-        lambda q, k, v: attend(masked())(q, many(k), many(v)),
-        draws(BTHD, (B, T, 2, D), (B, T, 2, D)),
-    )
-
-
 @case("attention: cross, other lengths", attention=1)
 def _():
     return attend(), draws(BTHD, (B, 24, H, D), (B, 24, H, D))
@@ -259,40 +240,47 @@ def _():
     return attend(lambda s: jnp.where(causal(), 5 * jnp.tanh(s / 5), -1e9)), draws(*QKV, scale=1.5)
 
 
-@case("attention: a mask given", attention=1, low=True)
-def _():
-    def attention(q, k, v, mask):
-        return attend(lambda s: jnp.where(mask[:, None], s, -1e9))(q, k, v)
+SEEN = np.random.default_rng(0).random((B, T, T)) < 0.6
+SEGMENTS = [[0] * 5 + [1] * 11, [0] * 3 + [1] * 4 + [2] * 9]
+NEAR = np.clip(np.arange(T) - np.arange(T)[:, None], -3, 3) + 3
+GIVEN = {  # functions of scores and of one more argument, which is known at run time only
+    "a mask": (lambda s, m: jnp.where(m[:, None], s, -1e9), SEEN | np.eye(T, dtype=bool)),
+    "a causal mask": (lambda s, m: jnp.where(m, s, -1e9), np.tril(np.ones((B, 1, T, T), bool))),
+    "segments": (
+        lambda s, i: jnp.where((i[:, None, :, None] == i[:, None, None]) & causal(), s, -1e9),
+        np.array(SEGMENTS),
+    ),
+    "padded keys": (
+        lambda s, n: jnp.where(jnp.arange(T) < n[:, None, None, None], s, -1e30),
+        np.array([16, 5]),
+    ),
+    "a learned bias": (lambda s, b: masked()(s + b), draw(3, H, T, T)),
+    "a bias by distance": (lambda s, b: s + b[NEAR].transpose(2, 0, 1), draw(3, 7, H)),
+}
+for name, (change, more) in GIVEN.items():
+    case(
+        f"attention: {name} given",
+        lambda change=change, more=more: (
+            lambda q, k, v, more: attend(lambda s: change(s, more))(q, k, v),
+            [*draws(*QKV), jnp.asarray(more)],
+        ),
+        attention=1,
+        low=name in ("a mask", "segments", "a learned bias"),
+    )
 
-    mask = jnp.asarray(np.random.default_rng(0).random((B, T, T)) < 0.6) | jnp.eye(T, dtype=bool)
-    return attention, [*draws(*QKV), mask]
-
-
-@case("attention: a causal mask given", attention=1)
-def _():
-    def attention(q, k, v, mask):
-        return attend(lambda s: jnp.where(mask, s, -1e9))(q, k, v)
-
-    return attention, [*draws(*QKV), jnp.broadcast_to(causal(), (B, 1, T, T))]
-
-
-@case("attention: segments", attention=1, low=True)
-def _():
-    def attention(q, k, v, ids):
-        same = ids[:, None, :, None] == ids[:, None, None]
-        return attend(lambda s: jnp.where(same & causal(), s, -1e9))(q, k, v)
-
-    ids = jnp.asarray([[0] * 5 + [1] * 11, [0] * 3 + [1] * 4 + [2] * 9])
-    return attention, [*draws(*QKV), ids]
-
-
-@case("attention: padded keys", attention=1)
-def _():
-    def attention(q, k, v, n):
-        seen = jnp.arange(T)[None, None, None] < n[:, None, None, None]
-        return attend(lambda s: jnp.where(seen, s, -1e30))(q, k, v)
-
-    return attention, [*draws(*QKV), jnp.array([16, 5])]
+MANY = {  # of keys and values with fewer heads, those of the queries
+    "repeated": lambda x: jnp.repeat(x, 2, axis=2),
+    "broadcast": lambda x: jnp.broadcast_to(x[:, :, :, None], (B, T, 2, 2, D)).reshape(BTHD),
+}
+for name, many in MANY.items():
+    case(
+        f"attention: heads of keys {name}",
+        lambda many=many: (
+            lambda q, k, v: attend(masked())(q, many(k), many(v)),
+            draws(BTHD, (B, T, 2, D), (B, T, 2, D)),
+        ),
+        attention=1,
+    )
 
 
 @case("attention: a row that sees nothing, by where=", attention=1)
@@ -302,20 +290,6 @@ def _():
         return attend(weights=lambda s: softmax(s, where=seen))(q, k, v)
 
     return attention, [*draws(BTHD, (B, 24, H, D), (B, 24, H, D)), jnp.array([24, 0])]
-
-
-@case("attention: a learned bias", attention=1, low=True)
-def _():
-    return lambda q, k, v, b: attend(lambda s: masked()(s + b))(q, k, v), draws(*QKV, (H, T, T))
-
-
-@case("attention: a bias by distance", attention=1)
-def _():
-    def attention(q, k, v, table):
-        near = jnp.clip(jnp.arange(T) - jnp.arange(T)[:, None], -3, 3) + 3
-        return attend(lambda s: s + table[near].transpose(2, 0, 1), scale=1)(q, k, v)
-
-    return attention, draws(*QKV, (7, H), scale=0.6)
 
 
 @case("attention: jax.nn", attention=1)
@@ -607,6 +581,11 @@ def low_rms(x, eps=1e-6):
 NORMS = {  # functions of x and w
     "rsqrt": lambda x, w: x * rms(x) * w,
     "square root": lambda x, w: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w,
+    "weight before the division": lambda x, w: w * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)),
+    "einsum": lambda x, w: (
+        x * lax.rsqrt(jnp.einsum("...d,...d->...", x, x)[..., None] / E + 1e-6) * w
+    ),
+    "power": lambda x, w: x * jnp.power(jnp.mean(x**2, -1, keepdims=True) + 1e-6, -0.5) * w,
     "1 + w": lambda x, w: x * rms(x) * (1 + w),
     "sum times 1/n": lambda x, w: (
         x * lax.rsqrt((x * x).sum(-1, keepdims=True) * (1 / E) + 1e-6) * w
@@ -864,7 +843,7 @@ mlp_case("squared relu", lambda x, w, d: jnp.square(jax.nn.relu(x @ w)) @ d, BTE
 
 
 def test_a_norm_that_is_read_in_two_dtypes_is_computed_once():
-    """As a router in float32 reads what the layers read in bfloat16."""
+    """A router in float32 reads what the layers read in bfloat16, say."""
 
     def function(x, w):
         y = rounded_rms(x, w)
