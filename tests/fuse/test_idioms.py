@@ -330,9 +330,6 @@ def of_key(x):
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-every = pytest.mark.parametrize("name", FRAMEWORKS)
-
-
 def leaves(found):
     value, gradients = found
     return [value, *jax.tree.leaves(gradients)]
@@ -346,7 +343,7 @@ def reference(name, head):
     return leaves(an_argument(of, lambda function: function))
 
 
-@every
+@pytest.mark.parametrize("name", FRAMEWORKS)
 @pytest.mark.parametrize("written", [*IDIOMS, *HEADS])
 def test_idioms(name, written):
     """The sites are those of a loss that takes all as arguments, and so are the gradients."""
@@ -359,8 +356,7 @@ def test_idioms(name, written):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
-@every
-@pytest.mark.parametrize("written", [*IDIOMS, *HEADS])
+@pytest.mark.parametrize("written, name", half([*HEADS, *IDIOMS], FRAMEWORKS))
 def test_idioms_in_fp8(name, written):
     of, how = FRAMEWORKS[name](), (IDIOMS | HEADS)[written]
     reports = []
