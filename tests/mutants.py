@@ -1051,9 +1051,21 @@ MUTANTS = [
         "tests/train/test_step.py::test_a_validation_is_the_mean_over_its_windows",
     ),
     Mutant(
+        "train/config.py",
+        'flags = [*_file_flags(expanded(path, "--config")), *flags]',
+        'flags = [*flags, *_file_flags(expanded(path, "--config"))]',
+        "tests/train/test_config.py::test_flags_override_the_file_and_the_file_the_preset",
+    ),
+    Mutant(
+        "train/checks.py",
+        'fixed = group == "text" or not',
+        "fixed = not",
+        "tests/train/test_resume.py::test_other_text_is_not_continued",
+    ),
+    Mutant(
         "train/distributed.py",
-        "if config.coordinator is not None:\n        return config",
-        "if False:\n        return config",
+        "if config.coordinator is None and (address",
+        "if (address",
         "tests/train/test_distributed.py::test_environment_is_read_and_flags_come_first",
     ),
     Mutant(
