@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fuse_cases import Cases, draw, draws
+from fuse_cases import Cases, attend, draw, draws
 from jax import lax
 
 from normfuse.layers.fuse import losses
@@ -34,19 +34,6 @@ def behind(parts=1):
     """How far keys are behind queries, divided as integers are in XLA: -1 by 2 is 0, not -1."""
     found = jnp.arange(N)[:, None] - jnp.arange(N)
     return lax.div(found, jnp.full_like(found, parts))
-
-
-def attend(
-    change=lambda s: s,
-    weights=softmax,
-    scores="btd,bsd->bts",
-    values="bts,bsd->btd",
-    scale=0.35,
-):
-    def attention(q, k, v):
-        return jnp.einsum(values, weights(change(jnp.einsum(scores, q, k) * scale)), v)
-
-    return attention
 
 
 def attention_case(

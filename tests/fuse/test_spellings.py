@@ -35,19 +35,11 @@ def causal(t=T, s=None):
 # ---------------------------------------------------------------- attention
 
 
-def attend(
-    change=lambda s: s,
-    weights=softmax,
-    scores="bthd,bshd->bhts",
-    values="bhts,bshd->bthd",
-    scale=D**-0.5,
-):
-    """Attention by two einsums; `change` masks the scores."""
+BHTS = {"scores": "bthd,bshd->bhts", "values": "bhts,bshd->bthd", "scale": D**-0.5}
 
-    def attention(q, k, v):
-        return jnp.einsum(values, weights(change(jnp.einsum(scores, q, k) * scale)), v)
 
-    return attention
+def attend(*args, **options):
+    return fuse_cases.attend(*args, **BHTS | options)
 
 
 def masked(value=-1e9, keep=causal):
@@ -103,8 +95,8 @@ case(
         attend(
             lambda s: jnp.where(causal().T, s, -jnp.inf),
             lambda s: softmax(s, -2),
-            "bthd,bshd->bhst",
-            "bhst,bshd->bthd",
+            scores="bthd,bshd->bhst",
+            values="bhst,bshd->bthd",
         ),
         draws(*QKV),
     ),
@@ -890,7 +882,7 @@ AT_LEAST = {"interleave", "rotary embedding", "z-loss"}
 @pytest.mark.parametrize("case", **case.parameters())
 def test_spelling(case):
     function, args = case.make()
-    served, fused = fuse_cases.compare(function, args, length=case.length, low=case.low, jit=False)
+    served, fused = fuse_cases.compare(function, args, low=case.low, jit=False)
     for domain, count in case.expected.items():
         found = served.get(domain, 0)
         enough = 1 <= found if case.name.split(": ")[1] in AT_LEAST else found == count
