@@ -38,7 +38,7 @@ MUTANTS = [
         "native/cpu/forward.h",
         "1 / std::sqrt(squared / shape.n + eps)",
         "1 / (std::sqrt(squared / shape.n) + eps)",
-        "tests/layers/test_rms_norm_values.py::test_eps[1.0]",
+        "tests/layers/test_norm_values.py::test_values_and_gradients[eps]",
     ),
     Mutant(  # the variance is not that of the mean
         "native/cpu/forward.h",
@@ -174,34 +174,34 @@ MUTANTS = [
         "native/implementation.py",
         "strict=plain == len(names)",
         "strict=True",
-        "tests/layers/test_rms_norm_errors.py::test_plain_hlo_serves_there_otherwise",
+        "tests/layers/test_errors.py::test_plain_hlo_is_logged_once_and_listed",
     ),
     # ---------------------------------------------------------------- layers: core
     Mutant(
         "layers/core/op.py",
         " == 0 and not taken & set(names)",
         " >= 0 and not taken & set(names)",
-        "tests/layers/test_rms_norm_sharding.py"
+        "tests/layers/test_meshes.py"
         "::test_dimension_that_the_mesh_does_not_divide_is_counted_once[(7, 2, 16)]",
     ),
     Mutant(
         "layers/core/op.py",
         "place = lambda dims: sum(d < at for d in dims)",
         "place = lambda dims: sum(d <= at for d in dims)",
-        "tests/layers/test_rms_norm_contexts_vmap.py::test_vmap[rms_norm-(2, None)]",
+        "tests/layers/test_contexts.py::test_vmap[rms_norm-(2, None)]",
     ),
     Mutant(
-        "layers/core/op.py",
+        "layers/core/sharding.py",
         'kind = "s" if isinstance(dims, Loose) else "d"',
         'kind = "d"',
-        "tests/layers/test_rms_norm_sharding.py"
+        "tests/layers/test_meshes.py"
         "::test_split_features_with_a_replicated_scale_gather_only_its_gradient",
     ),
     Mutant(
         "layers/core/op.py",
         "operand = vary(operand, like.manual_axis_type.varying)",
         "",
-        "tests/layers/test_rms_norm_contexts_shard_map.py::test_grad_of_full[check_vma]",
+        "tests/layers/test_shard_map.py::test_grad_of_full[check_vma]",
     ),
     Mutant(
         "layers/core/sharding.py",
@@ -213,32 +213,32 @@ MUTANTS = [
         "layers/core/arguments.py",
         "if number < least:",
         "if number <= least:",
-        "tests/layers/test_rms_norm_values.py::test_eps[0.0]",
+        "tests/layers/test_norm_values.py::test_values_and_gradients[eps]",
     ),
     # ---------------------------------------------------------------- layers: norms
     Mutant(
         "layers/norm/op.py",
         "(wide - mean(wide) if norm.centred else wide) - along)",
         "(wide - mean(wide) if norm.centred else wide) + along)",
-        "tests/layers/test_rms_norm_contexts.py::test_jvp",
+        "tests/layers/test_contexts.py::test_one_operand",
     ),
     Mutant(
         "layers/norm/op.py",
         "return [*means, -rstd * (rstd * along)]",
         "return [*means, -rstd * along]",
-        "tests/layers/test_rms_norm_contexts.py::test_jvp_of_rstd",
+        "tests/layers/test_contexts.py::test_statistics",
     ),
     Mutant(
         "layers/norm/op.py",
         "sums = [split.psum(d, rows).reshape(shape) for d in more]",
         "sums = [d.reshape(shape) for d in more]",
-        "tests/layers/test_implementations.py::test_auto_rows[rms_norm-native]",
+        "tests/layers/test_meshes.py::test_layouts[residual_rms_norm-None-auto-rows]",
     ),
     Mutant(
         "layers/norm/op.py",
         "rstd_of(norm, squares, split.count(norm.axes))]",
         "rstd_of(norm, squares, h.shape[here.axes[0]])]",
-        "tests/layers/test_implementations.py::test_auto_features[rms_norm-native]",
+        "tests/layers/test_meshes.py::test_layouts[residual_rms_norm-None-auto-features]",
     ),
     Mutant(
         "layers/dense/matmul.py",
@@ -260,7 +260,7 @@ MUTANTS = [
         "tests/native/test_pallas.py::test_products_match_float64[blocks-(33, 600, 130)]",
     ),
     Mutant(
-        "layers/dense/epilogue.py",
+        "layers/core/activations.py",
         "return sigmoid_of(u) + x * du * sigmoid_slope(u);",
         "return sigmoid_of(u) + du * sigmoid_slope(u);",
         "tests/native/test_cuda_epilogue.py"
@@ -427,12 +427,6 @@ MUTANTS = [
         "::test_values_and_gradients_are_those_of_float64[window-softcap-scale-bfloat16]",
     ),
     Mutant(
-        "layers/attention/blocks.py",
-        "moved = acc - total[..., None] * tiles.rows(out).astype(wide)",
-        "moved = acc",
-        "tests/layers/test_attention_op.py::test_forward_mode",
-    ),
-    Mutant(
         "layers/attention/op.py",
         "*[split.psum(b, absent) for b in dbias]",
         "*dbias",
@@ -468,8 +462,8 @@ MUTANTS = [
     # ---------------------------------------------------------------- layers: accumulation
     Mutant(
         "layers/dense/matmul.py",
-        "return (None, dmain) if moves else (dkernel, None)",
-        "return (dkernel, dmain) if moves else (dkernel, None)",
+        "return (None, dmain) if moves(dmain) else (dkernel, None)",
+        "return (dkernel, dmain) if moves(dmain) else (dkernel, None)",
         "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
     ),
     Mutant(
@@ -640,6 +634,18 @@ MUTANTS = [
         "if x.centred and x.axis != stat.axis:",
         "if x.centred and not stat.axis:",
         "tests/fuse/test_lookalikes.py::test_lookalike[norm: the variance of another axis]",
+    ),
+    Mutant(  # an argmax without a loss beside it
+        "layers/fuse/losses.py",
+        "elif not isinstance(site, BestWords) or site.dead in lost:",
+        "else:",
+        "tests/fuse/test_statistics.py::test_other_statistics_keep_the_logits[no loss]",
+    ),
+    Mutant(  # the last of equal words, where devices have parts of the vocabulary
+        "layers/cross_entropy/op.py",
+        "return [lax.pmin(word, part.axes)], []",
+        "return [lax.pmax(jnp.where(chosen, word, -1), part.axes)], []",
+        "tests/fuse/test_statistics.py::test_a_split_vocabulary_has_the_first_of_the_best",
     ),
     Mutant(
         "layers/fuse/losses.py",

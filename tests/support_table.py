@@ -34,9 +34,12 @@ counts the kernels in the compiled program; the first section has the other oper
 """
 
 
-def record(request: pytest.FixtureRequest, outcome: str, note: str = "") -> None:
-    """Records the implementation that served this test's context."""
-    request.node.user_properties.append(("support", (outcome, note)))
+def record(
+    request: pytest.FixtureRequest, outcome: str, note: str = "", title: str | None = None
+) -> None:
+    """Records the implementation that served this test's context, which its docstring names."""
+    title = title or _title(request.function.__doc__)
+    request.node.user_properties.append(("support", (title, outcome, note)))
 
 
 def pytest_addoption(parser):
@@ -56,8 +59,9 @@ def pytest_runtest_makereport(item, call):
         return
     for name, value in item.user_properties:
         if name == "support":
-            key = (_title(item.module.__doc__), _title(item.function.__doc__ or item.name))
-            item.config.stash[_ROWS].setdefault(key, []).append(value)
+            title, *served = value
+            key = (_title(item.module.__doc__), title)
+            item.config.stash[_ROWS].setdefault(key, []).append(served)
 
 
 def pytest_sessionfinish(session):

@@ -138,6 +138,8 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
     dtype = _dtype([found.x[3], found.w[3], v_dtype])
     if size(width) != size(values):
         raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
+    if base.capped:
+        raise Left("a bias before the soft cap")
     inner, scale = base.inner, base.scale * found.x[2] * found.w[2]
     softcap = None
     if inner is not None:  # scale · tanh(inner · q·k): cap = scale, so that cap / inner is 1

@@ -37,6 +37,8 @@ class Scores:
     Attributes:
       dot: the product.
       biases: (value, labels, factor) of what is added.
+      capped: the same of what is added before the tanh.
+      added: the dtypes that biases are added in.
     """
 
     dot: Equation
@@ -44,6 +46,8 @@ class Scores:
     inner: float | None = None
     biases: tuple[tuple[int, Dims, float], ...] = ()
     masks: tuple[Mask, ...] = ()
+    capped: tuple[tuple[int, Dims, float], ...] = ()
+    added: frozenset[Any] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +124,11 @@ class Form:
     def soft(self) -> bool:
         """Tells if it is an exponential of the scores along their axis."""
         return self.exp and self.along == 1 and not self.mixed and not self.hot
+
+    @property
+    def is_scores(self) -> bool:
+        plain = not (self.exp or self.terms or self.hot or self.mixed or self.weights)
+        return plain and self.along == 1 and not self.summed
 
     @property
     def is_maximum(self) -> bool:

@@ -96,7 +96,8 @@ def _added(g: Any, form: Form, other: int, dims: Dims, sign: float) -> Form | No
     v, dims, factor, _ = g.peel(other, dims, scale=True)
     masks = tuple(replace(m, changed=True) for m in form.base.masks)
     biases = (*form.base.biases, (v, dims, factor * sign))
-    return replace(form, base=replace(form.base, biases=biases, masks=masks))
+    added = form.base.added | {g.program.avals[other].dtype}
+    return replace(form, base=replace(form.base, biases=biases, masks=masks, added=added))
 
 
 def _masked(

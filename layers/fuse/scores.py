@@ -398,8 +398,9 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
         case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
             return replace(form, terms=plus(frozenset(), form.terms, -1.0))
         case "tanh" if form.along == 1 and not form.exp and not form.terms:
-            if s == Scores(s.dot, s.scale):
-                return replace(form, base=Scores(s.dot, 1.0, s.scale))
+            if s == Scores(s.dot, s.scale, biases=s.biases, added=s.added):
+                capped = Scores(s.dot, 1.0, s.scale, capped=s.biases, added=s.added)
+                return replace(form, base=capped)
     return None
 
 

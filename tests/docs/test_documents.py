@@ -1,7 +1,6 @@
 """Commands, files, public names and recorded numbers in the documents are the repository's."""
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -163,21 +162,6 @@ def test_every_public_attribute_has_a_docstring(signatures):
     """Functions, classes, their methods, properties and fields, of all that the reference names."""
     names = [name for page in signatures.documented().values() for name in page]
     assert [m for name in names for m in _undocumented(name, signatures.named(name))] == []
-
-    class Sloppy:
-        """A class of `told`."""
-
-        told: int
-        untold: int
-
-        def method(self): ...
-
-        @property
-        def size(self): ...
-
-    Sloppy.__module__ = "normfuse.sloppy"
-    found = _undocumented("Sloppy", dataclasses.dataclass(Sloppy))
-    assert sorted(found) == ["Sloppy.method", "Sloppy.size", "Sloppy.untold"]
 
 
 def test_the_table_from_their_layers_to_ours_names_what_is_there():

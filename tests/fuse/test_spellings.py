@@ -417,6 +417,25 @@ for name, loss in LOSSES.items():
         loss=1,
         low=name in BF16,
     )
+    case(
+        f"loss: a bias, {name}",
+        lambda loss=loss: (
+            lambda x, w, b, y: loss(x @ w + b, y),
+            [draw(0, *BTE), draw(1, E, V, scale=0.3), draw(2, V), words()],
+        ),
+        loss=1,
+        low=name in BF16,
+    )
+    if name not in ("soft cap", "label smoothing"):
+        case(
+            f"loss: a masked vocabulary, {name}",
+            lambda loss=loss: (
+                lambda x, w, y: loss(jnp.where(jnp.arange(V) < V - 9, x @ w, -1e9), y),
+                [draw(0, *BTE), draw(1, E, V, scale=0.3), jnp.minimum(words(), V - 10)],
+            ),
+            loss=1,
+            low=name in BF16,
+        )
 
 integers = LOSSES["optax, integers"]
 
@@ -440,6 +459,59 @@ of_rows(
     BTE,
     (E, V),
     loss=lambda z, y: integers(z, y[:, 1:]),
+)
+of_rows("a bias of nn.Dense", lambda x, w, b: x @ w + b.reshape(1, 1, V), BTE, (E, V), (V,))
+of_rows("a bias and a temperature", lambda x, w, b: (x @ w + b) / 4, BTE, (E, V), (V,))
+of_rows("a scaled bias that is subtracted", lambda x, w, b: x @ w - 2 * b, BTE, (E, V), (V,))
+of_rows("two biases", lambda x, w, b, c: x @ w + b + c, BTE, (E, V), (V,), (V,))
+of_rows("one number as a bias", lambda x, w, b: x @ w + b, BTE, (E, V), ())
+of_rows(
+    "nn.Dense",
+    lambda x, w, b: nn.Dense(V).apply({"params": {"kernel": w, "bias": b}}, x),
+    BTE,
+    (E, V),
+    (V,),
+)
+of_rows(
+    "eqx.nn.Linear",
+    lambda x, w, b: jax.vmap(
+        jax.vmap(
+            eqx.tree_at(
+                lambda l: (l.weight, l.bias), eqx.nn.Linear(E, V, key=jax.random.key(0)), (w, b)
+            )
+        )
+    )(x),
+    BTE,
+    (V, E),
+    (V,),
+)
+of_rows(
+    "an added mask of the vocabulary",
+    lambda x, w: x @ w + jnp.where(jnp.arange(V) < V - 9, 0, -1e9),
+    BTE,
+    (E, V),
+)
+of_rows("a mask that is given", lambda x, w, m: x @ w + 1e4 * m, BTE, (E, V), (V,))
+of_rows(
+    "a bias and a mask of -inf",
+    lambda x, w, b: jnp.where(jnp.arange(V) < V - 9, x @ w + b, -jnp.inf),
+    BTE,
+    (E, V),
+    (V,),
+    y=jnp.minimum(words(), V - 10),
+)
+of_rows(
+    "labels that a mask hides",
+    lambda x, w: jnp.where(jnp.arange(V) > 19, x @ w, -1e9),
+    BTE,
+    (E, V),
+    loss=LOSSES["of each row"],
+)
+of_rows(
+    "labels that a mask hides, summed",
+    lambda x, w: jnp.where(np.arange(V) % 5 > 0, x @ w, -2e4),
+    BTE,
+    (E, V),
 )
 of_rows("scaled inputs", lambda x, w: (x * E**-0.5) @ w, BTE, (E, V))
 of_rows(
