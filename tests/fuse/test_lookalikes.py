@@ -566,7 +566,7 @@ def test_fp8_leaves_the_logits_of_a_loss(dtype):
 )
 def test_every_product_says_fp8_or_why_not(classes, reason, monkeypatch):
     """The head of a loss that stays has a row too."""
-    monkeypatch.setattr(losses, "SMALLEST", 1024)  # as for users
+    monkeypatch.setattr(losses, "SMALLEST", 1024)  # the users' own
 
     def function(x, w, odd, head):
         logits = jnp.sin(x @ w @ odd @ odd.T) @ head

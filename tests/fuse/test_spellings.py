@@ -260,7 +260,7 @@ for name, (change, more) in GIVEN.items():
         low=name in ("a mask", "segments", "a learned bias"),
     )
 
-MANY = {  # of keys and values with fewer heads, those of the queries
+MANY = {  # make keys and values of fewer heads those of the queries' number
     "repeated": lambda x: jnp.repeat(x, 2, axis=2),
     "broadcast": lambda x: jnp.broadcast_to(x[:, :, :, None], (B, T, 2, 2, D)).reshape(BTHD),
 }
