@@ -666,12 +666,6 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",
     ),
     Mutant(
-        "layers/fuse/losses.py",
-        "if base.biases or base.masks:",
-        "if base.masks:",
-        "tests/fuse/test_lookalikes.py::test_lookalike[loss: a bias]",
-    ),
-    Mutant(
         "layers/fuse/indexing.py",
         '"add": (lax.add, -0.0)',
         '"add": (lax.add, 0.0)',
