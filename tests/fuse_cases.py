@@ -60,7 +60,7 @@ def draws(*shapes, scale=1.0):
 
 @contextlib.contextmanager
 def quiet():
-    """Where nothing may be served: `fuse` warns about that, and another test checks the warning."""
+    """Silences the warning that nothing was served, which another test checks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"normfuse|fuse_cases")
         warnings.filterwarnings("ignore", message=r"(?s).*normfuse")
@@ -198,7 +198,7 @@ def errors(got, want, floor=0.0):
 
 
 def floor_of(arrays, part=0.1):
-    """What counts as nothing beside rounding: a part of the largest of all arrays together.
+    """Returns what counts as nothing beside rounding: a part of the largest of all arrays together.
 
     A gradient that is zero in exact arithmetic is what rounding leaves of numbers of that size.
     """
@@ -291,5 +291,5 @@ def _served(report):
 
 @functools.cache
 def serves() -> bool:
-    """Whether this installation has `fuse`."""
+    """Tells if this installation has `fuse`."""
     return hasattr(normfuse, "fuse")

@@ -191,7 +191,7 @@ MUTANTS = [
         "tests/layers/test_contexts.py::test_vmap[rms_norm-(2, None)]",
     ),
     Mutant(
-        "layers/core/op.py",
+        "layers/core/sharding.py",
         'kind = "s" if isinstance(dims, Loose) else "d"',
         'kind = "d"',
         "tests/layers/test_meshes.py"
@@ -260,7 +260,7 @@ MUTANTS = [
         "tests/native/test_pallas.py::test_products_match_float64[blocks-(33, 600, 130)]",
     ),
     Mutant(
-        "layers/dense/epilogue.py",
+        "layers/core/activations.py",
         "return sigmoid_of(u) + x * du * sigmoid_slope(u);",
         "return sigmoid_of(u) + du * sigmoid_slope(u);",
         "tests/native/test_cuda_epilogue.py"
@@ -427,12 +427,6 @@ MUTANTS = [
         "::test_values_and_gradients_are_those_of_float64[window-softcap-scale-bfloat16]",
     ),
     Mutant(
-        "layers/attention/blocks.py",
-        "moved = acc - total[..., None] * tiles.rows(out).astype(wide)",
-        "moved = acc",
-        "tests/layers/test_attention_op.py::test_forward_mode",
-    ),
-    Mutant(
         "layers/attention/op.py",
         "*[split.psum(b, absent) for b in dbias]",
         "*dbias",
@@ -468,8 +462,8 @@ MUTANTS = [
     # ---------------------------------------------------------------- layers: accumulation
     Mutant(
         "layers/dense/matmul.py",
-        "return (None, dmain) if moves else (dkernel, None)",
-        "return (dkernel, dmain) if moves else (dkernel, None)",
+        "return (None, dmain) if moves(dmain) else (dkernel, None)",
+        "return (dkernel, dmain) if moves(dmain) else (dkernel, None)",
         "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
     ),
     Mutant(
@@ -513,7 +507,7 @@ MUTANTS = [
         "layers/fuse/constants.py",
         "return self.unrounded and self.normal",
         "return self.unrounded",
-        "tests/fuse/test_random_masks.py::test_constant[a product that is subnormal]",
+        "tests/fuse/test_random_masks.py::test_constant[a comparison of what is subnormal]",
     ),
     Mutant(  # devices that flush subnormal numbers divide by 0
         "layers/fuse/constants.py",
@@ -571,8 +565,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/program.py",
-        "if effects or any(v in live and v not in env and v not in sites for v in equation.outs):",
-        "if any(v in live and v not in env and v not in sites for v in equation.outs):",
+        "            if effects or missing:",
+        "            if missing:",
         "tests/fuse/test_everywhere.py::test_effects_and_their_order",
     ),
     Mutant(
@@ -808,6 +802,18 @@ MUTANTS = [
         "if norm.heads and not norms.are_examples(norm):",
         "if False:",
         "tests/fuse/test_codes.py::test_the_report_says_why_not_and_the_results_stay[heads]",
+    ),
+    Mutant(
+        "layers/fuse/codes.py",
+        "    if not reason and marked and any(map(is_read, statistics)):",
+        "    if False:",
+        "tests/fuse/test_codes.py::test_the_report_says_why_not_and_the_results_stay[statistics]",
+    ),
+    Mutant(
+        "layers/fuse/losses.py",
+        "    if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):",
+        "    if False:",
+        "tests/fuse/test_everywhere.py::test_rows_of_losses_say_what_is_compiled[partly manual]",
     ),
     Mutant(
         "layers/fuse/compare.py",

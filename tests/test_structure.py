@@ -27,7 +27,7 @@ def journeys():
     [
         ("rms_norm", 10),
         ("rms_norm and gradient", 10),
-        ('nnx.Linear(activation="silu") and gradient', 12),
+        ('nnx.Linear(activation="silu") and gradient', 13),
         ('nnx.Linear(quantization="fp8") and gradient', 14),
     ],
 )

@@ -300,21 +300,21 @@ def cuda_codes(
     assert spec.codes is not None
     if z.dtype == jnp.float64:
         raise Unsupported("logits of float64 have no FP8 codes")
-    (rows, vocabulary), flags = z.shape, spec.codes.flags
+    rows, vocabulary = z.shape
     chosen = cast_layout(rows, vocabulary, z.dtype.itemsize, target)
     of_rows, scale = _scaled(a, b)
     codes = launch(
         "quantize_softmax.cu",
         "quantize_softmax",
         [z, labels, most, *of_rows, _seeds(labels, most, a)],
-        code_types(rows, vocabulary, **flags)[:-1],
+        code_types(spec.codes, rows, vocabulary)[:-1],
         target=target,
         macros={
             "COMPUTE_TYPE": "float",
             **_macros(spec, z),
             "VECTOR": COLUMNS,
         }
-        | tile_macros(chosen, rows, vocabulary, **flags),
+        | tile_macros(chosen, spec.codes, rows, vocabulary),
         grid=chosen.blocks(rows, vocabulary),
         block=chosen.width * chosen.height,
         shared=chosen.shared if spec.codes.has_qt else 0,

@@ -22,7 +22,7 @@ from ..quantization import quantize
 from ..quantization.quantize import Quantized
 from .program import Equation, Program, inner_programs, is_inlined
 from .report import Row
-from .sites import Site, called
+from .sites import Site, SiteFailed, called
 
 
 def with_codes(closed: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:
@@ -37,9 +37,13 @@ class CodedProgram(Program):
 
     calls = ()
 
+    def __init__(self, *args: Any, **options: Any):
+        self._has_parts = functools.cache(_has_parts)  # layers share jitted functions
+        super().__init__(*args, **options)
+
     def inlines(self, eqn: Any) -> bool:
         """Tells if a jitted function has norms or FP8 products; JAX has traced the others once."""
-        return is_inlined(eqn) and _has_parts(eqn.params["jaxpr"].jaxpr)
+        return is_inlined(eqn) and self._has_parts(eqn.params["jaxpr"].jaxpr)
 
     def bodies_of(self, eqn: Any, ins: Sequence[int]) -> Iterator[Any]:
         return inner_programs(eqn, ins, differentiated=True)
@@ -47,10 +51,12 @@ class CodedProgram(Program):
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Returns the results; a site that fails is an error, since others read its codes."""
         env = self.given | dict(zip(self.inputs, operands, strict=True))
-        return self.evaluate(env, self.results, self.sites)
+        try:
+            return self.evaluate(env, self.results, self.sites)
+        except SiteFailed as failure:
+            raise failure.error from failure
 
 
-@functools.lru_cache(maxsize=1024)
 def _has_parts(jaxpr: Any) -> bool:
     is_part = lambda eqn: eqn.primitive is norms.forward.primitive or _product_of(eqn) is not None
     return any(is_part(eqn) or any(map(_has_parts, inner(eqn))) for eqn in jaxpr.eqns)

@@ -34,7 +34,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; its printed form is a table.
+    """The result of `compare`; its printed form is a table.
 
     Attributes:
       rows: one for each floating-point result, then one for each gradient.

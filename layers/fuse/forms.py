@@ -12,7 +12,7 @@ from .program import Equation
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Where scores are replaced by a number, or have it added.
+    """A mask, by which scores are replaced by a number, or have it added.
 
     Attributes:
       value, dims: the booleans.
@@ -37,6 +37,8 @@ class Scores:
     Attributes:
       dot: the product.
       biases: (value, labels, factor) of what is added.
+      capped: the same of what is added before the tanh.
+      added: the dtypes that biases are added in.
     """
 
     dot: Equation
@@ -44,6 +46,8 @@ class Scores:
     inner: float | None = None
     biases: tuple[tuple[int, Dims, float], ...] = ()
     masks: tuple[Mask, ...] = ()
+    capped: tuple[tuple[int, Dims, float], ...] = ()
+    added: frozenset[Any] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Mixed:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """What losses are multiplied by: an array, or a mask that selects them (`select`)."""
+    """A factor of losses: an array, or a mask that selects them (`select`)."""
 
     value: int
     dims: Dims
@@ -118,7 +122,7 @@ class Form:
 
     @property
     def soft(self) -> bool:
-        """Whether it is an exponential of the scores along their axis."""
+        """Tells if it is an exponential of the scores along their axis."""
         return self.exp and self.along == 1 and not self.mixed and not self.hot
 
     @property
@@ -144,7 +148,7 @@ class Form:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is log-sum-exps and picked elements alone, of the same scores and axis."""
+        """Tells if it is log-sum-exps and picked elements alone, of the same scores and axis."""
         if self.exp or self.along or self.hot or self.mixed or not self.terms:
             return False
         places = {(t.base, t.axis) for t, _ in self.terms}

@@ -177,7 +177,7 @@ def grid(program: Program, equation: Equation) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """What a scatter writes, and the dtypes that the array is cast to afterwards."""
+    """The update of a scatter, and the dtypes that the array is cast to afterwards."""
 
     grid: Grid
     update: int
@@ -214,7 +214,7 @@ def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -
 
 
 def interleaved(writes: Sequence[Write]) -> bool:
-    """Whether writes take turns along an axis."""
+    """Tells if writes take turns along an axis."""
     n, grids = len(writes), [write.grid for write in writes]
     return all(
         (g.first[axis], g.step[axis], g.count[axis] * n) == (i, n, g.shape[axis])
@@ -224,7 +224,7 @@ def interleaved(writes: Sequence[Write]) -> bool:
 
 
 def in_a_row(writes: Sequence[Write]) -> bool:
-    """Whether each write begins where the one before it ends."""
+    """Tells if each write begins where the one before it ends."""
     (axis,), end = writes[0].grid.partial, 0
     for one in (write.grid for write in writes):
         if one.first[axis] != end or one.step[axis] != 1:

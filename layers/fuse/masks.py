@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .forms import Form, Mask, Weight
 from .indices import affine, two_valued
-from .labels import Dims, atoms, expand, size
+from .labels import Dims, atoms, expand, shape_of
 from .program import Equation
 
 
@@ -52,8 +52,8 @@ def _booleans(g: Any, v: int, form: Form) -> Any:
 
 
 def _fits(g: Any, v: int, form: Form) -> bool:
-    """Whether an array has a form's dimensions, or 1 in the place of some."""
-    shape, sizes = g.program.avals[v].shape, tuple(map(size, form.dims))
+    """Tells if an array has a form's dimensions, or 1 in the place of some."""
+    shape, sizes = g.program.avals[v].shape, shape_of(form.dims)
     return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
 
 
@@ -96,7 +96,8 @@ def _added(g: Any, form: Form, other: int, dims: Dims, sign: float) -> Form | No
     v, dims, factor, _ = g.peel(other, dims, scale=True)
     masks = tuple(replace(m, changed=True) for m in form.base.masks)
     biases = (*form.base.biases, (v, dims, factor * sign))
-    return replace(form, base=replace(form.base, biases=biases, masks=masks))
+    added = form.base.added | {g.program.avals[other].dtype}
+    return replace(form, base=replace(form.base, biases=biases, masks=masks, added=added))
 
 
 def _masked(

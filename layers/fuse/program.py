@@ -152,19 +152,18 @@ class Program:
         """Takes a program's equations over; returns the values that are its results."""
         env = dict(zip(jaxpr.invars, ins, strict=True))
         env |= {v: self._literal(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-        read = lambda a: self._literal(a.val) if hasattr(a, "val") else env[a]
         for eqn in jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
+            operands = [self._literal(a.val) if hasattr(a, "val") else env[a] for a in eqn.invars]
             within = eqn.source_info.name_stack
             if scope is not None:
                 within = scope + within if within.stack else scope
-            if self.inlines(eqn):
+            if eqn.primitive.name in JIT and self.inlines(eqn):
                 inner = eqn.params["jaxpr"]
                 outs = self._add(inner.jaxpr, inner.consts, operands, within)
             else:
                 outs = self._equation(eqn, operands, within)
             env |= zip(eqn.outvars, outs, strict=True)
-        return [read(v) for v in jaxpr.outvars]
+        return [self._literal(a.val) if hasattr(a, "val") else env[a] for a in jaxpr.outvars]
 
     def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
         name = name_of(eqn)
@@ -200,10 +199,12 @@ class Program:
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
         if len(equation.outs) == 1 and ins:
-            if all(self.uniform(v) is not None for v in ins):
-                if (x := self._uniform_of(equation)) is not None:
-                    self._uniform[equation.outs[0]] = x
-            if name in RULES and all(v in self._consts for v in ins):
+            for v in ins:
+                if self.uniform(v) is None:
+                    break
+            else:
+                self._uniform[equation.outs[0]] = self._uniform_of(equation)
+            if name in RULES and self._consts.keys() >= {*ins}:
                 self._consts[equation.outs[0]] = lambda: self._compute(equation)
         elif name in RULES:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
@@ -234,11 +235,11 @@ class Program:
             self._shadow = around
 
     def is_within(self, v: int) -> bool:
-        """Whether a value is made within a call, which nothing outside can read."""
+        """Tells if a value is made within a call, which nothing outside can read."""
         return self.maker.get(v) in self.shadowing
 
     def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
-        """What is multiplied by 1, if the result is of its type."""
+        """Returns x for x · 1 when the type is unchanged."""
         for v, other in (ins, ins[::-1]):
             if self.number(other) == 1:
                 given, out = self.avals[v], eqn.outvars[0].aval
@@ -367,7 +368,7 @@ class Program:
             for v in taken:
                 if v in sites:
                     live.update(sites[v].reads)
-            if equation.eqn.effects or any(v not in sites for v in taken):
+            if equation.eqn.effects or not sites.keys() >= {*taken}:
                 live.update(equation.operands)
         return live
 
@@ -395,7 +396,8 @@ class Program:
         live = self.needed(wanted, env, sites)
         for equation in self.equations:
             effects = equation.eqn.effects and equation not in done
-            if effects or any(v in live and v not in env and v not in sites for v in equation.outs):
+            missing = [v for v in equation.outs if v in live and v not in env and v not in sites]
+            if effects or missing:
                 self._demand(equation.operands, env, sites)
                 env |= zip(equation.outs, self._bind(equation, [env[v] for v in equation.operands]))
                 done.add(equation)
@@ -459,7 +461,7 @@ class Program:
                 raise Theirs(error) from error
 
     def has_sites(self) -> bool:
-        """Whether anything is replaced in it."""
+        """Tells if anything is replaced in it."""
         return bool(self.sites) or any(
             body.program.has_sites() for bodies in self.bodies.values() for body in bodies
         )
@@ -472,7 +474,7 @@ class Program:
                 yield from body.program.all_programs()
 
     def depends(self, v: int, on: Iterable[int]) -> bool:
-        """Whether a value is computed from others."""
+        """Tells if a value is computed from others."""
         on = set(on)
         first = min((self.maker[o].index for o in on if o in self.maker), default=0)
         stack, seen = [v], set()
@@ -522,9 +524,7 @@ _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
 
 
 def is_inlined(eqn: Any) -> bool:
-    """Whether this is a jitted function that may be evaluated as a part of what calls it."""
-    if eqn.primitive.name not in JIT:
-        return False
+    """Tells if this is a jitted function that may be evaluated as a part of what calls it."""
     given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 

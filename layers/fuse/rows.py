@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .constants import ELEMENTWISE
-from .labels import expand
+from .labels import expanded
 from .program import Equation
 
 ABSORBING = 1e16
@@ -60,7 +60,7 @@ _LAYOUT = (
 
 def keys(form: Any) -> frozenset[Any]:
     """Returns what a form's masks hide, whatever they write there."""
-    return frozenset((m.value, tuple(map(expand, m.dims)), m.keep) for m in form.base.masks)
+    return frozenset([(m.value, expanded(m.dims), m.keep) for m in form.base.masks])
 
 
 def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Row:
@@ -153,7 +153,7 @@ def _is_bad(value: Any) -> bool:
 
 
 def _times(back: Any, factor: Any) -> Any:
-    """What a gradient becomes that is multiplied by a number first."""
+    """Returns what becomes of a gradient that is multiplied by a number first."""
     z, _, n = back
     if _is_bad(factor):
         return n, n, n

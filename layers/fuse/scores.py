@@ -1,4 +1,4 @@
-"""What values are in terms of the scores of one product: the algebra of softmaxes and of losses.
+"""Scores: values as Forms of one product's scores, by the algebra of softmaxes and of losses.
 
 Each value that derives from a product s gets a `Form`:
 
@@ -27,17 +27,16 @@ from .labels import (
     Label,
     atoms,
     expand,
+    expanded,
     fresh,
     meet,
     moved,
     moved_back,
-    size,
+    shape_of,
 )
 from .program import Equation, Program
 from .rows import Row, row_of
 from .sites import Left, Site, at_ends
-
-SCORES = "scores"
 
 
 class ScoreForms:
@@ -61,7 +60,7 @@ class ScoreForms:
         self.applied = []
         form = rule(self, equation, *forms)
         out = self.program.avals[equation.outs[0]]
-        if form is not None and tuple(map(size, form.dims)) == out.shape:
+        if form is not None and shape_of(form.dims) == out.shape:
             self.of[equation.outs[0]] = form
             row = row_of(self, equation, form, frozenset(self.applied))
             self.rows[equation.outs[0]] = row
@@ -114,7 +113,7 @@ class ScoreForms:
             if back is None:
                 break
             v, dims = source, tuple(back)
-        return v, tuple(map(expand, dims)), factor, dtype
+        return v, expanded(dims), factor, dtype
 
 
 # ---------------------------------------------------------------- one rule for each primitive
@@ -337,7 +336,7 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     axis = frozenset(expand(form.dims[i]))
     if set(atoms(dims)) | axis != set(atoms(form.dims)) or set(atoms(dims)) & axis or not axis:
         return None
-    if any(t.axis != axis for t, _ in form.terms) or tuple(map(size, dims)) != out.shape:
+    if any(t.axis != axis for t, _ in form.terms) or shape_of(dims) != out.shape:
         return None
     v, at, *_ = g.peel(column, (*[r or () for r in rows], ()))
     mode, fill = str(made.params["mode"]), made.params.get("fill_value")
@@ -399,8 +398,9 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
         case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
             return replace(form, terms=plus(frozenset(), form.terms, -1.0))
         case "tanh" if form.along == 1 and not form.exp and not form.terms:
-            if s == Scores(s.dot, s.scale):
-                return replace(form, base=Scores(s.dot, 1.0, s.scale))
+            if s == Scores(s.dot, s.scale, biases=s.biases, added=s.added):
+                capped = Scores(s.dot, 1.0, s.scale, capped=s.biases, added=s.added)
+                return replace(form, base=capped)
     return None
 
 

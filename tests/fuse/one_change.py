@@ -51,7 +51,7 @@ def is_float(x) -> bool:
 
 
 def is_constant(v, x) -> bool:
-    """Whether an operand is a number of the program, or an array of one."""
+    """Tells if an operand is a number of the program, or an array of one."""
     x = x if isinstance(x, np.ndarray | np.generic | int | float) else None
     return hasattr(v, "val") or x is not None
 
@@ -153,7 +153,7 @@ def another(x):
 
 
 def rounds(closed) -> bool:
-    """Whether a program computes in float32, whatever its operands are."""
+    """Tells if a program computes in float32, whatever its operands are."""
     found = []
 
     def visit(eqn, given):

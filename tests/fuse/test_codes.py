@@ -180,7 +180,7 @@ def test_codes_are_those_of_the_norm_in_float32(name, rng):
 
 
 def test_products_of_one_norm_read_the_same_codes(rng):
-    """Of other kernels, dtypes and row dimensions; one pass each way."""
+    """They have other kernels, dtypes and row dimensions; one pass each way."""
     x, scale, *kernels = args = operands(rng, 16, 48, 32)
     kernels[1] = args[3].astype(bf16)
 
@@ -264,7 +264,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_within_and_around_transformations(context, rng):
-    """Of the function as of its parts; gradients of what it returns, and those that it takes."""
+    """A function is served as its parts are, with gradients around it and within."""
     args, around = operands(rng, DIM), CONTEXTS[context]
     if context == "fori_loop":
         args = (args[0], *map(jax.lax.stop_gradient, args[1:]))

@@ -101,10 +101,6 @@ def assert_served(fused, **expected):
 # ---------------------------------------------------------------- transformations of the function
 
 
-def per_example(f):
-    return jax.vmap(lambda p, x, y: f(p, x[None], y[None]), (None, 0, 0))
-
-
 def steps(f):
     def train(p, x, y):
         def step(p, _):
@@ -114,17 +110,6 @@ def steps(f):
         return lax.scan(step, p, None, length=2)
 
     return train
-
-
-def accumulated(f):
-    def total(p, x, y):
-        def step(total, xy):
-            return jax.tree.map(jnp.add, total, jax.grad(f)(p, *xy)), None
-
-        parts = x.reshape(2, -1, T, E), y.reshape(2, -1, T)
-        return lax.scan(step, jax.tree.map(jnp.zeros_like, p), parts)[0]
-
-    return total
 
 
 def custom(f):
@@ -145,17 +130,13 @@ def forwards(f):
 
 
 TRANSFORMATIONS = {
-    "called": lambda f: f,
     "jit": jax.jit,
     "grad": lambda f: jax.grad(f, (0, 1)),
-    "value_and_grad in jit": lambda f: jax.jit(jax.value_and_grad(f)),
-    "vmap of examples": per_example,
     "gradients of examples": lambda f: jax.vmap(
         jax.grad(lambda p, x, y: f(p, x[None], y[None])), (None, 0, 0)
     ),
     "forward mode": forwards,
     "steps in a scan": steps,
-    "accumulated in a scan": accumulated,
     "pmap": lambda f: lambda p, x, y: jax.pmap(f, in_axes=(None, 0, 0))(p, x[None], y[None]),
     "hessian": lambda f: lambda p, x, y: jax.hessian(lambda a: f(p, a * x, y))(jnp.float32(0.5)),
     "a transposed derivative": lambda f: (
@@ -178,8 +159,7 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations_of_it(name, args):
     transform, fused = TRANSFORMATIONS[name], Fused(loss)
-    want = jax.jit(transform(loss))(*args)
-    got = transform(fused)(*args) if name == "called" else jax.jit(transform(fused))(*args)
+    got, want = (jax.jit(transform(f))(*args) for f in (fused, loss))
     assert_same(got, want)
     assert_served(fused, attention=1, loss=1)
 
@@ -504,6 +484,23 @@ def test_rows_of_losses_say_what_is_compiled(name, eight_devices):
     assert ("gradient in fp8" in loss.served) == quantized == ("f8e5m2" in text), loss
 
 
+def test_rows_of_products_say_what_is_compiled(eight_devices):
+    """A norm with codes and an MLP multiply codes on a mesh that is partly manual, too."""
+    mesh = jax.make_mesh((2, 2), ("t", "d"), (AxisType.Auto,) * 2)
+    kernels = fuse_cases.draws((64,), (64, 128), (64, 128), (128, 64), scale=0.3)
+
+    def mlp(x, scale, gate, up, down):
+        h = rms(x, scale)
+        return jnp.sin((jax.nn.silu(h @ gate) * (h @ up)) @ down)
+
+    fused = Fused(mlp, quantization="fp8")
+    parts = {"in_specs": (P("t"), *[P()] * 4), "out_specs": P("t"), "axis_names": {"t"}}
+    function = jax.shard_map(fused, mesh=mesh, **parts)
+    text = jax.jit(function).lower(draw(9, 64, 64), *kernels).compile().as_text()
+    assert_served(fused, norm=1, mlp=1, codes=1)
+    assert "f8e4m3" in text and all("fp8" in r.served for r in fused.rows if r.domain == "mlp")
+
+
 def test_constraints_stay(mesh, args):
     if mesh.axis_types[0] == AxisType.Explicit:
         pytest.skip("constraints are for Auto axes")
@@ -725,10 +722,6 @@ def test_a_skip_that_names_nothing(wrong):
     }.items():
         with pytest.raises(TypeError, match=f"^{op.strip()}: {message}"):
             call()
-
-
-def test_it_keeps_the_name():
-    assert fuse(loss).__name__ == "loss" and fuse(loss).__wrapped__ is loss
 
 
 def test_an_error_of_the_function(args):

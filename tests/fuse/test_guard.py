@@ -206,22 +206,3 @@ def test_errors_in_a_rule_of_the_users_are_theirs():
         with pytest.raises(Mine, match="forward"):
             jax.grad(fused)(X)
     assert len(calls) == 2
-
-
-NUMBERS = {
-    "an integer divided by zero": lambda x: x * (jnp.full(3, 7) // jnp.full(3, 0))[0],
-    "a sum of many ones in int8": lambda x: x + jnp.sum(jnp.ones(300, jnp.int8), dtype=jnp.int8),
-    "a negative number as an unsigned one": lambda x: x + jnp.full(3, -1.0).astype(jnp.uint8)[0],
-    "a large number as an integer": lambda x: x + jnp.full(3, 1e30).astype(jnp.int32)[0] * 0,
-    "a square of a large integer": lambda x: x + (jnp.full(3, 2**30, jnp.int32) ** 2)[0],
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_that_cannot_be_computed(name):
-    """The function runs, and its norm is found all the same."""
-    function = lambda x: norm(jnp.tanh(NUMBERS[name](x)), P["scale"])
-    fused = fuse_cases.Fused(function)
-    got, want = (jax.jit(f)(X) for f in (fused, function))
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
-    assert fused.served() == {"norm": 1}, str(fused)

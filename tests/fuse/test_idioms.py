@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from flax import nnx
 from fuse_cases import draw
 from jax import lax
@@ -329,9 +330,6 @@ def of_key(x):
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-every = pytest.mark.parametrize("name", FRAMEWORKS)
-
-
 def leaves(found):
     value, gradients = found
     return [value, *jax.tree.leaves(gradients)]
@@ -345,7 +343,7 @@ def reference(name, head):
     return leaves(an_argument(of, lambda function: function))
 
 
-@every
+@pytest.mark.parametrize("name", FRAMEWORKS)
 @pytest.mark.parametrize("written", [*IDIOMS, *HEADS])
 def test_idioms(name, written):
     """The sites are those of a loss that takes all as arguments, and so are the gradients."""
@@ -358,8 +356,7 @@ def test_idioms(name, written):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
-@every
-@pytest.mark.parametrize("written", [*IDIOMS, *HEADS])
+@pytest.mark.parametrize("written, name", half([*HEADS, *IDIOMS], FRAMEWORKS))
 def test_idioms_in_fp8(name, written):
     of, how = FRAMEWORKS[name](), (IDIOMS | HEADS)[written]
     reports = []
@@ -373,6 +370,29 @@ def test_idioms_in_fp8(name, written):
     assert served == {"norm": 1, "mlp": 1, "loss": 1, "product": 1}, str(reports[-1])
     (mlp,) = [row for row in reports[-1].fused if row.domain == "mlp"]
     assert mlp.served == "GatedMLP, fp8", str(reports[-1])
+
+
+LOW = "an_argument", "closed_over_in_a_jitted_step", "microbatches_around", "vmapped_examples"
+
+
+@pytest.mark.parametrize("name, written", half(FRAMEWORKS, LOW))
+def test_idioms_in_bfloat16(name, written, monkeypatch):
+    low = lambda x: x.astype(jnp.bfloat16)
+    for batch in (BATCH, MICROBATCHES):
+        monkeypatch.setitem(batch, "x", low(batch["x"]))
+    of, reports = FRAMEWORKS[name](), []
+    if name == "nnx":
+        graph, state = nnx.split(of.parts)
+        parts = nnx.merge(graph, jax.tree.map(low, state))
+    else:
+        parts = fuse_cases.cast(of.parts, jnp.bfloat16)
+    of, how = dataclasses.replace(of, parts=parts), IDIOMS[written]
+    found = leaves(how(of, functools.partial(of.fuse, report=reports.append)))
+    assert fuse_cases._served(reports[-1]) == {"norm": 1, "mlp": 1, "loss": 1}, str(reports[-1])
+    assert "bfloat16" in str(reports[-1]), str(reports[-1])
+    for got, want in zip(found, leaves(how(of, lambda function: function)), strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        assert np.linalg.norm(got - want) <= 2.0**-5 * np.linalg.norm(want)  # a few roundings
 
 
 # ---------------------------------------------------------------- what is a parameter, what is data

@@ -1,10 +1,8 @@
-"""What looks like a site of `fuse` and is another function: its own values and gradients stay.
+"""Functions that look like sites of `fuse` and are others: their values and gradients stay.
 
 Sizes are equal wherever they can be, so that a wrong axis fits. `left` names a domain that nothing
 may be served in: where what stands there is proven to be something else, or is read elsewhere.
 """
-
-import dataclasses
 
 import fuse_cases
 import jax
@@ -517,55 +515,44 @@ def test_lookalike(case):
 # ---------------------------------------------------------------- products that FP8 leaves
 
 
-@dataclasses.dataclass(frozen=True)
-class Left:
-    name: str
-    function: object
-    shapes: tuple
-
-
 R, W = 64, 32
-LEFT = [
-    Left(
-        "kernels of the batch",
+LEFT = {  # functions and the shapes of their arguments
+    "kernels of the batch": (
         lambda x, y: jnp.einsum("btd,bde->bte", x, y),
         ((4, 16, W), (4, W, W)),
     ),
-    Left("scores", lambda q, k: jnp.einsum("btd,bsd->bts", q, k), ((4, 32, W), (4, 32, W))),
-    Left(
-        "HIGHEST",
+    "scores": (lambda q, k: jnp.einsum("btd,bsd->bts", q, k), ((4, 32, W), (4, 32, W))),
+    "HIGHEST": (
         # The activation: what is the function's own result stays for that alone.
         lambda x, w: jnp.tanh(jnp.matmul(x, w, precision=lax.Precision.HIGHEST)),
         ((R, W), (W, W)),
     ),
-    Left(
-        "the default of HIGHEST",
+    "the default of HIGHEST": (
         lambda x, w: jnp.tanh(jax.default_matmul_precision("highest")(lambda: x @ w)()),
         ((R, W), (W, W)),
     ),
-    Left(
-        "integers",
+    "integers": (
         lambda x, w: (
             (jnp.round(4 * x).astype(jnp.int8) @ jnp.round(4 * w).astype(jnp.int8)).astype(f32)
             + 0 * x.sum()
         ),
         ((R, W), (W, W)),
     ),
-    Left("few rows", lambda x, w: jnp.tanh(x @ w), ((2, W), (W, W))),
-    Left("a vector", lambda x, w: jnp.tanh(x @ w), ((W,), (W, W))),
-    Left(
-        "embedding by one-hot",
+    "few rows": (lambda x, w: jnp.tanh(x @ w), ((2, W), (W, W))),
+    "a vector": (lambda x, w: jnp.tanh(x @ w), ((W,), (W, W))),
+    "embedding by one-hot": (
         lambda t, x: jax.nn.one_hot(jnp.arange(R) % W, W) @ t + 0 * x.sum(),
         ((W, W), (1,)),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("left", LEFT, ids=[case.name for case in LEFT])
-def test_fp8_leaves(left):
+@pytest.mark.parametrize("name", LEFT)
+def test_fp8_leaves(name):
     """Values and gradients are the function's own, without FP8's rounding."""
-    args = [x.astype(bf16).astype(f32) for x in draws(*left.shapes, scale=0.5)]
-    served, fused = fuse_cases.compare(left.function, args, quantization="fp8")
+    function, shapes = LEFT[name]
+    args = [x.astype(bf16).astype(f32) for x in draws(*shapes, scale=0.5)]
+    served, fused = fuse_cases.compare(function, args, quantization="fp8")
     assert "product" not in served, fused
 
 

@@ -3,6 +3,9 @@
 `.ci/release flags` runs the tests of contexts, of `fuse` and of accumulation with them too.
 """
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,29 +20,33 @@ ROWS, DIM, HIDDEN, CLASSES = 16, 32, 64, 2048
 pytestmark = pytest.mark.newest
 
 
-@pytest.fixture
-def flags(request):
+@contextlib.contextmanager
+def flags(text):
     """Turns the named flags on; skips where JAX has them no longer, or not all of them yet.
 
     Before custom_jvp3 came the others were unfinished: the scan's had no effects.
     """
-    names = [f"jax_{name}" for name in request.param.split()]
+    names = [f"jax_{name}" for name in text.split()]
     if missing := {*names, "jax_custom_jvp3"} - set(jax.config.values):
         pytest.skip(f"JAX {jax.__version__} lacks {', '.join(sorted(missing))}")
     before = {name: jax.config.values[name] for name in names}
-    for name in names:
-        jax.config.update(name, True)
-    jax.clear_caches()
-    yield request.param
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax.clear_caches()
+    try:
+        for name in names:
+            jax.config.update(name, True)
+        jax.clear_caches()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax.clear_caches()
 
 
-def params(rng):
+def arguments():
+    rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32)
     mlp = {"gate": draw(2, DIM, HIDDEN), "up": draw(2, DIM, HIDDEN), "down": draw(2, HIDDEN, DIM)}
-    return {"layers": mlp | {"scale": jnp.ones((2, DIM))}, "head": draw(DIM, CLASSES)}
+    params = {"layers": mlp | {"scale": jnp.ones((2, DIM))}, "head": draw(DIM, CLASSES)}
+    return params, draw(ROWS, DIM)
 
 
 def layer(x, p):
@@ -64,29 +71,15 @@ def loss_of(scan):
 remat = loss_of(lambda x, layers: jax.lax.scan(jax.checkpoint(layer), x, layers))
 
 
-def found(loss, quantization, *args):
-    """What `fuse` finds, without lines, and the value and gradients."""
+def found(loss, quantization):
+    """Returns what `fuse` finds, without lines, and the value and gradients."""
     reports = []
     fused = fuse(loss, quantization=quantization, report=reports.append)
-    results = jax.jit(jax.value_and_grad(fused))(*args)
+    results = jax.jit(jax.value_and_grad(fused))(*arguments())
     return sorted((row.domain, row.what, row.served) for row in reports[-1].fused), results
 
 
 SETS = [*FLAGS, " ".join(FLAGS)]
-_expected = {}
-
-
-def expected(name, make):
-    """What there is without flags, once; `flags` has not set them when a test is collected."""
-    if name not in _expected:
-        values = {f"jax_{flag}": jax.config.values[f"jax_{flag}"] for flag in FLAGS}
-        for flag in values:
-            jax.config.update(flag, False)
-        _expected[name] = make()
-        for flag, value in values.items():
-            jax.config.update(flag, value)
-        jax.clear_caches()
-    return _expected[name]
 
 
 def close(got, want):
@@ -95,44 +88,34 @@ def close(got, want):
     jax.tree.map(check, got, jax.tree.map(np.asarray, want))
 
 
+@functools.cache
+def without_flags(quantization):
+    return found(remat, quantization)
+
+
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("flags", SETS, indirect=True)
-def test_fuse_finds_the_same(flags, quantization):
+@pytest.mark.parametrize("names", SETS)
+def test_fuse_finds_the_same(names, quantization):
     """`fuse` and FP8 in a scan over layers that are computed again."""
-    rng = np.random.default_rng(0)
-    args = params(rng), jnp.asarray(rng.standard_normal((ROWS, DIM)), jnp.float32)
-    make = lambda: found(remat, quantization, *args)
-    (rows, results), (wanted, values) = make(), expected(quantization, make)
+    wanted, values = without_flags(quantization)
+    with flags(names):
+        rows, results = found(remat, quantization)
     assert rows == wanted and {"attention", "loss", "mlp"} <= {domain for domain, *_ in rows}
     close(results, values)
 
 
-def _forward(flags):
-    plain = loss_of(lambda x, layers: jax.lax.scan(layer, x, layers))
-    rng = np.random.default_rng(2)
-    args = params(rng), jnp.asarray(rng.standard_normal((ROWS, DIM)), jnp.float32)
-    return plain, args
-
-
-@pytest.mark.parametrize("flags", ["scan3"], indirect=True)
-def test_fuse_beside_the_next_scan(flags):
+def test_the_next_scan():
     """Its body, whose carry is a mutable reference, stays as it is."""
-    plain, args = _forward(flags)
+    plain = loss_of(lambda x, layers: jax.lax.scan(layer, x, layers))
     reports = []
-    value = jax.jit(fuse(plain, report=reports.append))(*args)
+    with flags("scan3"):
+        value = jax.jit(fuse(plain, report=reports.append))(*arguments())
+        close(value, jax.jit(plain)(*arguments()))
     assert [row.domain for row in reports[-1].fused] == ["loss"]
-    close(value, jax.jit(plain)(*args))
-
-
-@pytest.mark.xfail(reason="JAX 0.12.0.1 has no reverse mode for its next scan", strict=True)
-@pytest.mark.parametrize("flags", ["scan3"], indirect=True)
-def test_gradients_of_the_next_scan(flags):
-    plain, args = _forward(flags)
-    close(jax.grad(fuse(plain))(*args), jax.grad(plain)(*args))
 
 
 def test_names_of_what_the_next_primitives_replace():
-    """Of a class of somebody else that is called as JAX's, nothing is known."""
+    """Nothing is known of somebody else's class that is called as JAX's."""
 
     class RematTraced:
         params = {}

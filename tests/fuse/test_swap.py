@@ -230,20 +230,6 @@ def test_a_pickled_model_is_swapped_again(make):
     assert_close(call(again, X), call(swapped, X), 0)
 
 
-def test_a_policy_and_its_reference_in_fp8_agree():
-    """DPO begins at log 2, and importance ratios at 1, if both models are rounded alike."""
-    policy, swapped, call = eqx_case(quantization="fp8")
-    rewards = lambda model: call(model, X).sum((1, 2))
-    chosen, rejected = rewards(swapped)
-
-    def dpo(reference):
-        of_chosen, of_rejected = rewards(reference)
-        return -jax.nn.log_sigmoid(chosen - of_chosen - (rejected - of_rejected))
-
-    assert dpo(ours_eqx.swap(policy, quantization="fp8")) == -jax.nn.log_sigmoid(0.0)
-    assert abs(dpo(policy) - np.log(2)) > 1e-4
-
-
 def test_models_within_bridges():
     """ToNNX calls the module's `apply`; `to_linen` makes a Linen module of an nnx one."""
     reports = []
