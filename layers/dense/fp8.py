@@ -225,9 +225,19 @@ def _share_product(
     return found, functools.partial(define_product, spec, **options)
 
 
+def _product_types(spec: Contraction, a: Any, b: Any, *_: Any) -> Any:
+    """Returns the result's type where no mesh is a part of it."""
+    varying = any(one.manual_axis_type.varying for one in (a, b))
+    if a.sharding.mesh.explicit_axes or varying:
+        return None
+    of = dict(zip(spec.a, a.shape)) | dict(zip(spec.b, b.shape))
+    return [jax.ShapeDtypeStruct([of[letter] for letter in spec.out], spec.dtype)]
+
+
 product = Op(
     "fp8_product",
     define_product,
+    types=_product_types,
     dims=_product_dims,
     batch=_batch_product,
     share=_share_product,

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     x: Any  # codes of xᵀ
     kernels: Any  # a pair for each of gate and up, codes (in, out)
     down: Any  # codes (in, out) of down
-    hidden: Any  # what `gated.hidden` leaves for the backward
+    hidden: Any  # the results of `gated.hidden` that the backward reads
 
 
 @dataclasses.dataclass(frozen=True)
