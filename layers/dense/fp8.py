@@ -307,7 +307,7 @@ class Fp8:
             (x,), codes = args, Codes(FORMAT, True, transposed, self.op)
             return quantize(x, codes, split=x.ndim - 1, order=self.order)
         x, q, qt, scale = args
-        of_x = lambda codes: derived(Derived(self.op), codes, x)[0]
+        of_x = lambda codes: derived(Codes(op=self.op), codes, x)[0]
         if transposed and qt is None:  # a program was cut to its results, then differentiated
             qt = jnp.moveaxis(q, -1, 0)
         return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
@@ -472,14 +472,7 @@ def multiply(
 # ---------------------------------------------------------------- inputs whose codes are there
 
 
-@dataclasses.dataclass(frozen=True)
-class Derived:
-    """The function that the user called."""
-
-    op: str
-
-
-def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Derived, order: Order) -> Any:
+def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -> Any:
     (value,) = op(spec, *args, order=order)
     return [value], dims[:1]
 
