@@ -84,12 +84,6 @@ MUTANTS = [
     ),
     Mutant(
         "native/kernels/softmax.cu",
-        "if (label < 0 || label >= FEATURES) picked[row] = 0;",
-        "if (label < 0 || label > FEATURES) picked[row] = 0;",
-        "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
-    ),
-    Mutant(
-        "native/kernels/softmax.cu",
         "sum += other_sum * exponential(other_most - most, 0);",
         "sum += other_sum;",
         "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
@@ -104,12 +98,6 @@ MUTANTS = [
         "native/kernels/quantize_softmax.cu",
         "const Row row = own[step + i];",
         "const Row row = own[i];",
-        "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
-    ),
-    Mutant(
-        "native/kernels/quantize_softmax.cu",
-        "mixed(seed ^ (column / 4 + half))",
-        "mixed(seed ^ column / 4)",
         "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
     ),
     Mutant(
@@ -340,13 +328,6 @@ MUTANTS = [
     ),
     Mutant(
         "layers/cross_entropy/op.py",
-        "return labels - lax.axis_index(self.axes) * self.size if self.axes else labels",
-        "return labels",
-        "tests/layers/test_cross_entropy_sharding.py"
-        "::test_values_and_collectives[tensor-AxisType.Auto-mean]",
-    ),
-    Mutant(
-        "layers/cross_entropy/op.py",
         "(total * jnp.exp(most - top), picked)",
         "(total, picked)",
         "tests/layers/test_cross_entropy_sharding.py"
@@ -361,20 +342,6 @@ MUTANTS = [
     ),
     Mutant(
         "layers/cross_entropy/op.py",
-        "starts = first + size * jnp.arange((rows - first) // size)",
-        "starts = size * jnp.arange((rows - first) // size)",
-        "tests/layers/test_cross_entropy.py"
-        "::test_loss_and_gradients_are_those_of_float64[float32 in chunks-sum]",
-    ),
-    Mutant(
-        "layers/cross_entropy/op.py",
-        "itemsize += codes.has_q + codes.has_qt if codes else 0",
-        "itemsize += 0",
-        "tests/layers/test_fp8_cross_entropy.py"
-        "::test_a_chunk_is_as_many_rows_as_logits_and_codes_make_896_mib[True-True]",
-    ),
-    Mutant(
-        "layers/cross_entropy/op.py",
         "x = jnp.where(_unused(*factors), 0, x)",
         "x = jnp.where(_unused(*factors) & ~jnp.isfinite(x), 0, x)",
         "tests/layers/test_fp8_cross_entropy.py"
@@ -385,19 +352,6 @@ MUTANTS = [
         "(halves + random.astype(jnp.uint16) >> 8)",
         "(halves + jnp.uint16(128) >> 8)",
         "tests/layers/test_fp8_cross_entropy.py::test_the_mean_of_codes_is_the_number[0]",
-    ),
-    Mutant(
-        "layers/cross_entropy/softmax.py",
-        "seeds[:, None] ^ column >> 2",
-        "seeds[:, None] ^ 0 * column",
-        "tests/layers/test_fp8_cross_entropy.py::test_the_mean_of_codes_is_the_number[0]",
-    ),
-    Mutant(
-        "layers/cross_entropy/softmax.py",
-        "size = jnp.maximum(jnp.abs(a), jnp.abs(b))",
-        "size = jnp.abs(a)",
-        "tests/layers/test_fp8_cross_entropy.py"
-        "::test_gradients_are_those_of_the_recipe_and_the_loss_is_unchanged[mean-bfloat16]",
     ),
     Mutant(
         "layers/cross_entropy/linear.py",
@@ -414,23 +368,9 @@ MUTANTS = [
     ),
     Mutant(
         "layers/attention/blocks.py",
-        "_put(total, _at(total, i) * shrink + jnp.sum(p, axis=-1), i)",
-        "_put(total, _at(total, i) + jnp.sum(p, axis=-1), i)",
-        "tests/layers/test_attention_op.py"
-        "::test_values_and_gradients_are_those_of_float64[bias-causal-bfloat16]",
-    ),
-    Mutant(
-        "layers/attention/blocks.py",
         "real = jnp.expand_dims(keys < self.sizes[self.d.keys], range(ndim - 1))",
         "real = jnp.expand_dims(keys <= self.sizes[self.d.keys], range(ndim - 1))",
         "tests/layers/test_attention_op.py::test_lengths[1-50-names1]",
-    ),
-    Mutant(
-        "layers/attention/blocks.py",
-        "reached &= first - end < self.spec.window",
-        "reached &= first - end < self.spec.window - 1",
-        "tests/layers/test_attention_op.py"
-        "::test_values_and_gradients_are_those_of_float64[window-softcap-scale-bfloat16]",
     ),
     Mutant(
         "layers/attention/op.py",
@@ -509,12 +449,6 @@ MUTANTS = [
         "if",
         "tests/fuse/test_random_masks.py::test_constant[a comparison of what is near]",
     ),
-    Mutant(
-        "layers/fuse/constants.py",
-        "return self.unrounded and self.normal",
-        "return self.unrounded",
-        "tests/fuse/test_random_masks.py::test_constant[a comparison of what is subnormal]",
-    ),
     Mutant(  # devices that flush subnormal numbers divide by 0
         "layers/fuse/constants.py",
         "if name not in RULES or name not in _MOVES and not all(o.normal for o in operands):",
@@ -523,45 +457,9 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/constants.py",
-        "return (y == 0).any() or least",
-        "return least",
-        "tests/fuse/test_random_masks.py::test_fault[integers divided by zero]",
-    ),
-    Mutant(
-        "layers/fuse/constants.py",
-        "return Known(whole.astype(to)) if fits.all() else None",
-        "return Known(whole.astype(to))",
-        "tests/fuse/test_random_masks.py::test_fault[a negative number, cast to unsigned]",
-    ),
-    Mutant(
-        "layers/fuse/constants.py",
-        "small = (np.abs(wide).sum(axes) <= _DIGITS[x.dtype]).all()",
-        "small = True",
-        "tests/fuse/test_random_masks.py::test_constant[a sum that is rounded on the way]",
-    ),
-    Mutant(
-        "layers/fuse/constants.py",
         "if along is None or (along.x.astype(np.float64) != np.arange(shape[dim])).any():",
         "if along is None:",
         "tests/fuse/test_random_masks.py::test_constant[iota that wraps]",
-    ),
-    Mutant(
-        "layers/fuse/constants.py",
-        "if not (low.x <= high.x).all() or (given.x != given.x).any():",
-        "if False:",
-        "tests/fuse/test_random_masks.py::test_constant[bounds that are reversed]",
-    ),
-    Mutant(
-        "layers/fuse/constants.py",
-        "same = (np.signbit(self.x) == np.signbit(first)).all()",
-        "pass",
-        "tests/fuse/test_random_masks.py::test_an_update_of_zeros_of_two_signs",
-    ),
-    Mutant(  # casts do not change numbers
-        "layers/fuse/indices.py",
-        "no, yes = result(two.no), result(two.yes)",
-        "no, yes = two.no, two.yes",
-        "tests/fuse/test_random_masks.py::test_fault[a half, cast to an integer]",
     ),
     Mutant(
         "layers/fuse/indices.py",
@@ -635,12 +533,6 @@ MUTANTS = [
         "if g.avals[v].dtype.itemsize < 2:",
         "tests/fuse/test_extremes.py::test_one_plus_w_is_added_in_its_dtype",
     ),
-    Mutant(
-        "layers/fuse/norms.py",
-        "if x.centred and x.axis != stat.axis:",
-        "if x.centred and not stat.axis:",
-        "tests/fuse/test_lookalikes.py::test_lookalike[norm: the variance of another axis]",
-    ),
     Mutant(  # an argmax without a loss beside it
         "layers/fuse/losses.py",
         "elif not isinstance(site, BestWords) or site.dead in lost:",
@@ -664,12 +556,6 @@ MUTANTS = [
         "return (labels >= 0) & (labels < self.vocabulary)",
         "return (labels >= 0) & (labels <= self.vocabulary)",
         "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",
-    ),
-    Mutant(
-        "layers/fuse/losses.py",
-        "if base.biases or base.masks:",
-        "if base.masks:",
-        "tests/fuse/test_lookalikes.py::test_lookalike[loss: a bias]",
     ),
     Mutant(
         "layers/fuse/indexing.py",
@@ -706,12 +592,6 @@ MUTANTS = [
         'frozenset([(replace(t, kind="stopped"), f)])',
         "frozenset([(t, f)])",
         "tests/fuse/test_lookalikes.py::test_lookalike[attention: one maximum stopped]",
-    ),
-    Mutant(
-        "layers/fuse/rows.py",
-        "(z, z, z) if selected else (z, z, n), fill",
-        "(z, z, z), fill",
-        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[times the mask-True]",
     ),
     Mutant(
         "layers/fuse/rows.py",
@@ -754,18 +634,6 @@ MUTANTS = [
         "yield from zip(ins, _around(g, equation, outs))",
         "yield from ()",
         "tests/fuse/test_choices.py::test_a_choice_keeps_the_product[while]",
-    ),
-    Mutant(  # a loop is walked through once
-        "layers/fuse/choices.py",
-        "if [*map(bool, carry)] == [*map(bool, known)]:",
-        "if True:",
-        "tests/fuse/test_choices.py::test_a_choice_keeps_the_product[chosen in the next turn]",
-    ),
-    Mutant(  # any select by a comparison is an activation
-        "layers/fuse/choices.py",
-        "if not abs(low - high) <= ARITHMETIC * max(abs(low), abs(high)):",
-        "if False:",
-        "tests/fuse/test_choices.py::test_a_choice_keeps_the_product[threshold]",
     ),
     Mutant(  # every comparison chooses
         "layers/fuse/choices.py",
@@ -825,12 +693,6 @@ MUTANTS = [
         "layers/fuse/compare.py",
         "same = (y == exact) | np.isnan(y) & np.isnan(exact)",
         "same = (y == exact) | np.isnan(y) | np.isnan(exact)",
-        "tests/fuse/test_compare.py::test_results_that_are_not_finite",
-    ),
-    Mutant(
-        "layers/fuse/compare.py",
-        "if same.size and same.all() and not np.isfinite(exact).any():",
-        "if False:",
         "tests/fuse/test_compare.py::test_results_that_are_not_finite",
     ),
     Mutant(
@@ -1057,9 +919,21 @@ MUTANTS = [
         "tests/train/test_step.py::test_a_validation_is_the_mean_over_its_windows",
     ),
     Mutant(
+        "train/config.py",
+        'flags = [*_file_flags(expanded(path, "--config")), *flags]',
+        'flags = [*flags, *_file_flags(expanded(path, "--config"))]',
+        "tests/train/test_config.py::test_flags_override_the_file_and_the_file_the_preset",
+    ),
+    Mutant(
+        "train/checks.py",
+        'fixed = group == "text" or not',
+        "fixed = not",
+        "tests/train/test_resume.py::test_other_text_is_not_continued",
+    ),
+    Mutant(
         "train/distributed.py",
-        "if config.coordinator is not None:\n        return config",
-        "if False:\n        return config",
+        "if config.coordinator is None and (address",
+        "if (address",
         "tests/train/test_distributed.py::test_environment_is_read_and_flags_come_first",
     ),
     Mutant(
