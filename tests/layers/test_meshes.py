@@ -42,7 +42,7 @@ def communicates(fn, *args, **jit):
     return hlo.collectives(jax.jit(fn, **jit).lower(*args).compile())
 
 
-# What is communicated forward and backward: nothing but the gradient of scale where rows are split,
+# Collectives of the forward and the backward: nothing but the gradient of scale where rows are split,
 # over exactly the axes that they use; one number a row each way where features are.
 COMMUNICATED = {
     "rows": ([], reduced(N)),
