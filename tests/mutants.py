@@ -192,6 +192,12 @@ MUTANTS = [
         "tests/layers/test_shard_map.py::test_grad_of_full[check_vma]",
     ),
     Mutant(
+        "layers/core/op.py",
+        "summed = [f if f is None or h else jnp.sum(f, 0)",
+        "summed = [f if f is None or h else f[0]",
+        "tests/layers/test_dense_in_contexts.py::test_gradients_of_each_example[mlp, fp8]",
+    ),
+    Mutant(
         "layers/core/sharding.py",
         "return axes[::-1]",
         "return axes",
@@ -550,12 +556,6 @@ MUTANTS = [
         "return (labels >= 0) & (labels < self.vocabulary)",
         "return (labels >= 0) & (labels <= self.vocabulary)",
         "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",
-    ),
-    Mutant(
-        "layers/fuse/losses.py",
-        "if base.biases or base.masks:",
-        "if base.masks:",
-        "tests/fuse/test_lookalikes.py::test_lookalike[loss: a bias]",
     ),
     Mutant(
         "layers/fuse/indexing.py",
@@ -919,9 +919,21 @@ MUTANTS = [
         "tests/train/test_step.py::test_a_validation_is_the_mean_over_its_windows",
     ),
     Mutant(
+        "train/config.py",
+        'flags = [*_file_flags(expanded(path, "--config")), *flags]',
+        'flags = [*flags, *_file_flags(expanded(path, "--config"))]',
+        "tests/train/test_config.py::test_flags_override_the_file_and_the_file_the_preset",
+    ),
+    Mutant(
+        "train/checks.py",
+        'fixed = group == "text" or not',
+        "fixed = not",
+        "tests/train/test_resume.py::test_other_text_is_not_continued",
+    ),
+    Mutant(
         "train/distributed.py",
-        "if config.coordinator is not None:\n        return config",
-        "if False:\n        return config",
+        "if config.coordinator is None and (address",
+        "if (address",
         "tests/train/test_distributed.py::test_environment_is_read_and_flags_come_first",
     ),
     Mutant(

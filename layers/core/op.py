@@ -89,7 +89,7 @@ class Op:
       batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
       batch: a batching rule in place of the general one, `(op, operands, batched, spec, order)`.
       share: how devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
-        partitioning: `(spec, sizes of mesh axes, operands and results, their PartitionSpecs) ->
+        partitioning: `(spec, sizes of mesh axes, operands' and results' shapes, PartitionSpecs) ->
         (these specs as they must be, one device's function)`.
       before: `(ctx, spec, order) -> order`, when it is lowered.
       jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
@@ -217,8 +217,9 @@ class Op:
             )
             return lower_as(mapped)
 
-        def share(sizes: Any, arrays: Sequence[Any], specs: Sequence[P]) -> Any:
-            split = _split(inputs, leads, arrays, specs, sizes, undivided)
+        def share(sizes: Any, shapes: Any, specs: Sequence[P]) -> Any:
+            del shapes
+            split = _split(inputs, leads, avals, specs, sizes, undivided)
             return [split.spec(d) for d in (*inputs, *outputs)], _on(body, split)
 
         return shared(_on(body, _split(inputs, leads, avals)), share, leads, dims)
@@ -532,28 +533,31 @@ class _Operation:
         return [None if t is None else g.astype(t.dtype) for g, t in zip(found, likes, strict=True)]
 
 
-def derivative_of(
-    op: Op, backward: Callable[..., list[Any]], spec: Any, order: Order = BEST
-) -> Callable[..., list[Array]]:
-    """Returns `(operands, tangents, results, more=()) -> tangents of the results` of an operation.
+def tangents_of(
+    op: Op,
+    backward: Callable[..., list[Any]],
+    spec: Any,
+    operands: Sequence[Array],
+    tangents: Sequence[Any],
+    results: Sequence[Array],
+    more: Sequence[Array] = (),
+    order: Order = BEST,
+) -> list[Array]:
+    """Returns the tangents of an operation's results.
 
     `backward(spec, cts, operands, more, wanted, order) -> gradients`, one for each of the operands;
     those that are not wanted may be None. `more` are results or others that it reads.
     """
     function = _Operation(op, backward, spec, order)
-
-    def tangents_of(operands: Any, tangents: Any, results: Any, more: Any = ()) -> Any:
-        return linear(function, (list(operands), list(more)), tangents, results)
-
-    return tangents_of
+    return linear(function, (list(operands), list(more)), tangents, results)
 
 
 def differentiate(op: Op, backward: Callable[..., list[Any]]) -> None:
-    """Gives an operation a derivative that reads its operands alone; see `derivative_of`."""
+    """Gives an operation a derivative that reads its operands alone; see `tangents_of`."""
 
     def jvp(primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
         results = op(spec, *primals, order=order)
-        return results, derivative_of(op, backward, spec, order)(primals, tangents, results)
+        return results, tangents_of(op, backward, spec, primals, tangents, results, order=order)
 
     ad.primitive_jvps[op.primitive] = jvp
 

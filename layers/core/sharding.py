@@ -214,7 +214,7 @@ def shared_by(
     def parts(arrays: Sequence[Any]) -> Any:
         of = [arrays[i] for i in deciding]
         mesh, specs = on_one_mesh([mesh_and_spec(a.sharding, len(a.shape), devices) for a in of])
-        specs, function = share(dict(mesh.shape), arrays, specs)
+        specs, function = share(dict(mesh.shape), [a.shape for a in arrays], specs)
         return mesh, tuple(NamedSharding(mesh, spec) for spec in specs), function
 
     def partition(_mesh, operands, results):

@@ -169,7 +169,7 @@ def _product_dims(spec: Contraction, *_: int) -> tuple[list[Any], list[Any]]:
 
 
 def _share_product(
-    spec: Contraction, sizes: Mapping[str, int], arrays: Sequence[Any], specs: Sequence[jax.P]
+    spec: Contraction, sizes: Mapping[str, int], shapes: Sequence[Any], specs: Sequence[jax.P]
 ) -> tuple[list[jax.P], Callable[..., list[Array]]]:
     """How devices share a product: each scales its part before it is summed, in one dtype.
 
@@ -178,7 +178,7 @@ def _share_product(
     they are there in two orders, all products gather one of them, once, and transpose it.
     """
     texts, of = (spec.a, spec.b, "", "", *[text for _, text in spec.others], spec.out), []
-    length = dict(zip(spec.a, arrays[0].shape)) | dict(zip(spec.b, arrays[1].shape))
+    length = dict(zip(spec.a, shapes[0])) | dict(zip(spec.b, shapes[1]))
     for text, one in zip(texts, specs):
         of.append(dict.fromkeys(length, ()) | dict(zip(text, map(axes_of, whole(one, len(text))))))
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(length, ())

@@ -27,7 +27,7 @@ from ...native.pallas import lowering
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Ref, before, cdiv, clear, result_type
 from ..core.activations import SCALARS, Activation, Scalar, scalar_of
-from ..core.op import Op, Split, derivative_of, equally_varying, match
+from ..core.op import Op, Split, equally_varying, match, tangents_of
 from . import epilogue
 from .epilogue import Epilogue, finish
 from .matmul import matmul
@@ -458,9 +458,10 @@ def _batch(
 def _jvp(primals: Any, tangents: Any, *, spec: Dense, order: Order) -> Any:
     kept = replace(spec, keep=spec.keep or spec.function is not None)
     results = layer(kept, *primals, order=order)
-    along = derivative_of(layer, _gradients, kept, order)
-    dresults = along(primals, tangents, results, results[1:])
-    return results[: 1 + spec.keep], dresults[: 1 + spec.keep]
+    moved = tangents_of(
+        layer, _gradients, kept, primals, tangents, results, results[1:], order=order
+    )
+    return results[: 1 + spec.keep], moved[: 1 + spec.keep]
 
 
 def _gradients(

@@ -62,14 +62,14 @@ def is_array(x: Any) -> bool:
 
 def _is_floating(x: Any) -> bool:
     is_array_like = hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)
-    return is_array_like and jnp.issubdtype(x.dtype, jnp.floating)  # as no class of numbers is
+    return is_array_like and jnp.issubdtype(x.dtype, jnp.floating)  # no class of numbers is one
 
 
 def origins_of(args: Any, kwargs: Any) -> list[Origin]:
     """Returns for each leaf which argument it is a part of; integers are none's parameters."""
     found = []
     several = _matrices(jax.tree.leaves((args, kwargs))) > 1
-    for name, part in [*enumerate(args), *sorted(kwargs.items())]:  # as leaves of a tree
+    for name, part in [*enumerate(args), *sorted(kwargs.items())]:  # the order of a tree's leaves
         leaves = jax.tree.leaves(part)
         # JAX's tracers of derivatives hold the array and its tangent.
         differentiated = isinstance(part, Tracer) and hasattr(part, "tangent")

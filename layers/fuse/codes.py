@@ -115,7 +115,7 @@ class Reading(Site):
     In the program of a gradient only the latter is there.
     """
 
-    product: Any  # of `_product_of`
+    product: Any  # from `_product_of`
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         x, *operands, codes = map(read, self.reads)
@@ -162,7 +162,7 @@ def _what(eqn: Any) -> str:
 def _choose(g: Program, norm: Equation) -> Row:
     """Adds the sites of a norm whose result goes to FP8 products."""
     y, reason = norm.outs[0], _unserved(norm.eqn)
-    others: list[str] = []  # what else reads y
+    others: list[str] = []  # all else that reads y
     products: list[tuple[Equation, int]] = []  # and the codes that they read
     names: list[Named] = []
     code_of = {y: _value(g, norm)}

@@ -312,7 +312,7 @@ def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
     return rows
 
 
-_DOMAINS = "attention", "loss", "norm", "indexing", "mlp"  # as reports list them
+_DOMAINS = "attention", "loss", "norm", "indexing", "mlp"  # in the order of reports
 _UNREAD = "it could not be read: "
 
 

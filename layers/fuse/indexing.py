@@ -210,7 +210,7 @@ def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -
         else:
             return []
     writes.sort(key=lambda write: write.grid.first)
-    return writes if left == 0 and (interleaved(writes) or in_a_row(writes)) else []
+    return writes if left == 0 and interleaved(writes) else []
 
 
 def interleaved(writes: Sequence[Write]) -> bool:
@@ -223,24 +223,12 @@ def interleaved(writes: Sequence[Write]) -> bool:
     )
 
 
-def in_a_row(writes: Sequence[Write]) -> bool:
-    """Tells if each write begins where the one before it ends."""
-    (axis,), end = writes[0].grid.partial, 0
-    for one in (write.grid for write in writes):
-        if one.first[axis] != end or one.step[axis] != 1:
-            return False
-        end += one.count[axis]
-    return True
-
-
 def joined(writes: Sequence[Write], *updates: Array) -> Array:
     """Returns the array that writes cover."""
     parts = [write.placed(update) for write, update in zip(writes, updates, strict=True)]
     if len(parts) == 1:
         return parts[0]
     (axis,) = writes[0].grid.partial
-    if in_a_row(writes):
-        return lax.concatenate(parts, axis)
     return lax.reshape(jnp.stack(parts, axis + 1), writes[0].grid.shape)
 
 
@@ -255,8 +243,7 @@ def written(
     one, number, sets = grids[equation], program.uniform(base), equation.name == "scatter"
     floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
     if sets and (writes := covering(program, equation, grids)):
-        served = "concatenation" if one.partial and in_a_row(writes) else "stack and reshape"
-        served = served if one.partial else "its update"
+        served = "stack and reshape" if one.partial else "its update"
         return [w.update for w in writes], served, lambda *updates: joined(writes, *updates)
     combine, same = (lambda _, u: u, 0) if sets else COMBINED[equation.name[-3:]]
     if number is not None and number.exact and floats:  # the same bits

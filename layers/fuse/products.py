@@ -331,7 +331,7 @@ class Mlp(Site):
     activation: str
     quantization: Any
     aval: Any
-    sharding: Any = None  # what the function constrains its hidden array to
+    sharding: Any = None  # the function's own constraint on its hidden array
     inner: tuple[Matrix, ...] = ()  # the products of gate and up, where these are part of it
     biases: tuple[tuple[int, Dims], ...] = ()  # (value, labels) of what is added to each, or none
     rows: Dims = ()  # the labels of its rows then, in the order of their input's

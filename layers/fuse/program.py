@@ -167,7 +167,7 @@ class Program:
 
     def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
         name = name_of(eqn)
-        if name == "select_n" and len(ins) == 3:  # of a constant, as in jnp.var
+        if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
             which = self.number(ins[0])
             if (
                 which in (0, 1)

@@ -178,7 +178,7 @@ def _elementwise(made: Equation, rows: list[Row], own: list[bool], masked: bool,
         value = _computed(made, name, values).astype(dtype)
     elif "mixed" not in kinds:
         large = [v for v in numbers if not abs(float(v)) < ABSORBING]
-        if name in ("add", "sub") and large:  # what is added to it is lost
+        if name in ("add", "sub") and large:  # it absorbs the other
             plain = [np.asarray(0, dtype) if isinstance(v, str) else v for v in values]
             value = _computed(made, name, plain).astype(dtype)
         elif any(map(_is_bad, numbers)):

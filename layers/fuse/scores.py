@@ -45,7 +45,7 @@ class ScoreForms:
     def __init__(self, program: Program):
         self.program = program
         self.of: dict[int, Form] = {}
-        self.rows: dict[int, Row] = {}  # what those are that see nothing
+        self.rows: dict[int, Row] = {}  # those that see nothing
         self.applied: list[Any] = []  # the masks of one equation
         self.sides: dict[Equation, list[Dims]] = {}  # the labels of a product's operands
         self.made: set[int] = set()  # computed by sites of other domains

@@ -221,7 +221,7 @@ def masked(w, s, term):
             fill = fill if fill.startswith("-1e") else "-1e9"
             s = w(f"{s} + (1.0 - {keep}.astype(f32)) * {fill}")
         if w.rarely(0.05):
-            s = w(f"{s} / 0.5")  # of the least number: -inf
+            s = w(f"{s} / 0.5")  # the least number becomes -inf
     return s
 
 

@@ -147,7 +147,7 @@ def another(x):
     """Returns a number near a constant, of its dtype."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return np.asarray(x + 1, x.dtype)
-    if not np.isfinite(x) or abs(x) > 1e30:  # what a mask writes
+    if not np.isfinite(x) or abs(x) > 1e30:  # a mask's fill
         return np.asarray(-1e5, x.dtype)
     return np.asarray(x * 1.001 if x else 0.001, x.dtype)
 

@@ -50,7 +50,7 @@ def carried(x, w):
     return lax.scan(step, jnp.zeros((R // 2, X)), x.reshape(2, R // 2, W))[0]
 
 
-ROUTERS = {  # of x, the router's kernel and a vector
+ROUTERS = {  # functions of x, the router's kernel and a vector
     "top_k": lambda x, w, b: of_best(x @ w),
     "sigmoid": lambda x, w, b: of_best(sigmoid(x @ w)),
     "bias": lambda x, w, b: of_best(x @ w + b),

@@ -98,7 +98,7 @@ def one(x, scale, kernel, dtype=None, cast="after"):
     return multiply(rms_norm(x, scale, dtype=dtype, cast=cast), kernel)
 
 
-coded = in_fp8(one)  # what the recipe describes, as the first test checks
+coded = in_fp8(one)  # the recipe describes it, as the first test checks
 
 
 @pytest.mark.optimized

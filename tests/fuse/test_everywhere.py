@@ -14,7 +14,7 @@ import optax
 import pytest
 from combinations import half
 from flax import nnx
-from fuse_cases import Fused, draw
+from fuse_cases import Fused, draw, rms
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
@@ -31,10 +31,6 @@ B, T, H, D, V = 4, 8, 2, 8, 48
 E = H * D
 f32, bf16 = jnp.float32, jnp.bfloat16
 integers = optax.softmax_cross_entropy_with_integer_labels
-
-
-def rms(x, scale):
-    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
 
 
 def attention(x, w):

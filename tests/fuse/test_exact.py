@@ -68,7 +68,7 @@ NORMS = {  # and what serves them
     "unbiased variance": (lambda x, w: rms(N - 1)(deviation(x), w), ""),
     "a mean of one less": (
         lambda x, w: rms(N)(x - x.sum(-1, keepdims=True) / (N - 1), w),
-        "norm",  # of another x, which is not centred
+        "norm",  # another x's, which is not centred
     ),
     "moments": (moments(N), "norm"),
     "moments of one less": (moments(N - 1), ""),

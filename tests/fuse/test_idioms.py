@@ -323,7 +323,7 @@ def test_functional_steps_return_their_new_states(fuse, make):
     reports = []
     got, want = run(functools.partial(fuse, report=reports.append)), run(lambda f: f)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
-    assert fuse_cases._served(reports[-1]) == {"norm": 1}, str(reports[-1])
+    assert fuse_cases.served(reports[-1]) == {"norm": 1}, str(reports[-1])
 
 
 def of_key(x):
@@ -351,7 +351,7 @@ def test_idioms(name, written):
     reports = []
     fuse = functools.partial(of.fuse, report=reports.append)
     found = leaves(how(of, fuse))
-    assert fuse_cases._served(reports[-1]) == {"norm": 1, "mlp": 1, "loss": 1}, str(reports[-1])
+    assert fuse_cases.served(reports[-1]) == {"norm": 1, "mlp": 1, "loss": 1}, str(reports[-1])
     for got, want in zip(found, reference(name, written in HEADS), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
@@ -365,7 +365,7 @@ def test_idioms_in_fp8(name, written):
         how(of, fuse)
     else:
         jax.eval_shape(lambda: leaves(how(of, fuse)))
-    served = fuse_cases._served(reports[-1])
+    served = fuse_cases.served(reports[-1])
     assert served.pop("codes", 1) == 1
     assert served == {"norm": 1, "mlp": 1, "loss": 1, "product": 1}, str(reports[-1])
     (mlp,) = [row for row in reports[-1].fused if row.domain == "mlp"]
@@ -388,7 +388,7 @@ def test_idioms_in_bfloat16(name, written, monkeypatch):
         parts = fuse_cases.cast(of.parts, jnp.bfloat16)
     of, how = dataclasses.replace(of, parts=parts), IDIOMS[written]
     found = leaves(how(of, functools.partial(of.fuse, report=reports.append)))
-    assert fuse_cases._served(reports[-1]) == {"norm": 1, "mlp": 1, "loss": 1}, str(reports[-1])
+    assert fuse_cases.served(reports[-1]) == {"norm": 1, "mlp": 1, "loss": 1}, str(reports[-1])
     assert "bfloat16" in str(reports[-1]), str(reports[-1])
     for got, want in zip(found, leaves(how(of, lambda function: function)), strict=True):
         got, want = (np.asarray(x, np.float32) for x in (got, want))

@@ -68,7 +68,7 @@ SERVED = {  # the function, the shapes of its arguments, and what serves each ro
     "rows": (
         lambda x, a, b: x.at[2].set(a).at[0].set(b).at[1].set(a * b),
         [SHAPE, ROW, ROW],
-        ["concatenation"],
+        [UPDATE] * 3,
     ),
     "rows that overlap": (
         lambda a, b: jnp.zeros((5, E)).at[:3].set(a).at[2:4].set(b),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fuse_cases import Cases, draw, draws
+from fuse_cases import Cases, attend, draw, draws
 from jax import lax
 
 from normfuse.layers.fuse import losses
@@ -34,19 +34,6 @@ def behind(parts=1):
     """How far keys are behind queries, divided as integers are in XLA: -1 by 2 is 0, not -1."""
     found = jnp.arange(N)[:, None] - jnp.arange(N)
     return lax.div(found, jnp.full_like(found, parts))
-
-
-def attend(
-    change=lambda s: s,
-    weights=softmax,
-    scores="btd,bsd->bts",
-    values="bts,bsd->btd",
-    scale=0.35,
-):
-    def attention(q, k, v):
-        return jnp.einsum(values, weights(change(jnp.einsum(scores, q, k) * scale)), v)
-
-    return attention
 
 
 def attention_case(
@@ -579,7 +566,7 @@ def test_fp8_leaves_the_logits_of_a_loss(dtype):
 )
 def test_every_product_says_fp8_or_why_not(classes, reason, monkeypatch):
     """The head of a loss that stays has a row too."""
-    monkeypatch.setattr(losses, "SMALLEST", 1024)  # as for users
+    monkeypatch.setattr(losses, "SMALLEST", 1024)  # the users' own
 
     def function(x, w, odd, head):
         logits = jnp.sin(x @ w @ odd @ odd.T) @ head

@@ -13,8 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fuse_cases import draw
-from jax import lax
+from fuse_cases import draw, rms
 
 import normfuse
 from normfuse.layers import eqx as ours_eqx
@@ -312,10 +311,6 @@ def test_served_in_the_report_is_served_in_the_program(make):
         calls = [e for e in program.eqns if "rms_norm" in str(e.params.get("name", ""))]
         norms = [row for row in reports[-1].fused if row.domain == "norm"]
         assert len(norms) == len(calls) == count, (shape, str(reports[-1]))
-
-
-def rms(x, scale):
-    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
 def test_collections_besides_parameters():

@@ -115,7 +115,7 @@ def test_a_context_changes_nothing(context, name, rng):
 
 @pytest.mark.parametrize("name", OPS)
 def test_gradients_of_each_example(name, rng):
-    """vmap of gradients, and gradients of stacked parameters: as examples one by one."""
+    """vmap of gradients, and gradients of stacked parameters, also of one x: as one by one."""
     args, dy = draw(rng, name)
     run = both_ways(OPS[name])
     axes = [0, *[None] * (len(args) - 1)]
@@ -129,6 +129,11 @@ def test_gradients_of_each_example(name, rng):
     found = jax.jit(both_ways(jax.vmap(OPS[name])))(stacks, jnp.stack([dy, dy]))
     one = [run([a * f for a in args], dy) for f in factors]
     check(name, found, jax.tree.map(lambda *each: jnp.stack(each), *one))
+    shared = jax.vmap(OPS[name], (None, *[0] * (len(args) - 1)))
+    found = jax.jit(both_ways(shared))([args[0], *stacks[1:]], jnp.stack([dy, dy]))
+    ys, gradients = zip(*[run([args[0], *(a * f for a in args[1:])], dy) for f in factors])
+    dx, *rest = [jnp.stack(each) for each in zip(*gradients)]
+    check(name, found, (jnp.stack(ys), [dx.sum(0), *rest]))
 
 
 @pytest.mark.parametrize("name", OPS)
