@@ -14,8 +14,6 @@ import pytest
 
 import normfuse
 
-pytestmark = pytest.mark.oldest
-
 LAYERS = ("native", "layers", "models", "train")  # each imports only from those before it
 
 

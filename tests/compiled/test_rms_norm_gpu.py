@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import rms_norm
 
-pytestmark = pytest.mark.oldest
-
 ROWS, FEATURES = 16384, 4096
 KINDS = {"auto": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
 

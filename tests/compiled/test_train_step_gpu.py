@@ -190,7 +190,6 @@ def test_fsdp_updates_its_state_in_place():
     assert copied(program, state) == []
 
 
-@pytest.mark.newest
 def test_8b_in_fp8_over_eight_gpus_fits_without_recomputation():
     """One sequence of 8192 on each GPU: what each of its 32 blocks takes, from two and four."""
     config = dataclasses.replace(preset_config("8b"), batch_size=8, seq_len=8192)

@@ -13,8 +13,6 @@ import pytest
 from jax import export
 from processes import answers
 
-pytestmark = pytest.mark.oldest
-
 start = functools.partial(processes.start, pathlib.Path(__file__).with_name("mlp_worker.py"))
 
 ALLOWED = [

@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import dense
 
-pytestmark = pytest.mark.oldest
-
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 

@@ -266,7 +266,6 @@ def test_any_number_of_rows_is_in_fp8(rng, monkeypatch, reduction, wanted):
     assert not implementation.fallbacks()
 
 
-@pytest.mark.newest
 def test_a_gpu_without_fp8_is_said(rng, monkeypatch):
     pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
     monkeypatch.setattr(implementation, "_plain", {})

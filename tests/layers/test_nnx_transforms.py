@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.nnx import Linear, RMSNorm
 
-pytestmark = pytest.mark.oldest
-
 OURS, FLAX = (RMSNorm, Linear), (nnx.RMSNorm, nnx.Linear)
 
 
