@@ -42,7 +42,7 @@ def communicates(fn, *args, **jit):
     return hlo.collectives(jax.jit(fn, **jit).lower(*args).compile())
 
 
-# Collectives of the forward and the backward: where rows are split the gradient of scale alone, over
+# Collectives of the forward and the backward: where rows are split, scale's gradient alone, over
 # exactly the axes that they use; where features are, one number a row each way.
 COMMUNICATED = {
     "rows": ([], reduced(N)),
