@@ -1,4 +1,4 @@
-"""What H200s would run for the norm on every kind of mesh, read from programs compiled for them."""
+"""Programs compiled for H200s that normalise on every kind of mesh."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What H200s would run for the presets' training step: the memory it takes, and no copied state."""
+"""Programs of H200s for the presets' training step: the memory they take, and no copied state."""
 
 import dataclasses
 import functools
@@ -158,7 +158,7 @@ def test_products_add_the_gradients_of_one_x(quantization, monkeypatch):
 
 
 def test_products_do_not_add_all_that_jax_sums(monkeypatch):
-    """What the test above would find in a program that sums as JAX does."""
+    """The test above would find this in a program that sums as JAX does."""
     monkeypatch.setattr(transformer, "shared", lambda x, count: [x] * count)
     program, _ = step("1b", mesh(), num_layers=1)
     assert f"bf16[16384,{preset_config('1b').transformer().dim}]" in hlo.additions(program)

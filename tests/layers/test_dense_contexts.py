@@ -27,7 +27,7 @@ def args():
 
 
 def test_donated_parameters_and_input(args):
-    """What is donated is read by the gradients, and then is the place of its new value."""
+    """The gradients read a donated array before its new value takes its place."""
 
     def step(*args):
         return [a - g for a, g in zip(args, mlp_case.gradients(*args))]

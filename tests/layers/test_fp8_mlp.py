@@ -240,7 +240,7 @@ def test_vmap_over_rows_is_one_call(axis, rng):
 
 
 def test_frozen_kernels_and_inputs_cost_nothing(rng):
-    """What no gradient needs is not kept, and not computed."""
+    """Nothing is kept or computed that no gradient needs."""
     args, dy = operands(rng)
     lowered = lambda f: jax.jit(f).lower(dy).as_text().count("dot_general")
     of_x = lambda dy: jax.vjp(lambda x: mlp(x, *args[1:]), args[0])[1](dy)

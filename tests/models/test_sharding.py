@@ -92,7 +92,7 @@ def framework(request):
 
 @pytest.fixture(scope="module")
 def deep(small, framework):
-    """Of one layer in one framework and of two in the other: what a layer adds shows."""
+    """One framework has one layer and the other two: what a layer adds shows."""
     return dataclasses.replace(small, num_layers={"nnx": 2, "eqx": 1}[framework])
 
 
