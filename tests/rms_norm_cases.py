@@ -192,17 +192,8 @@ class Batch:
     """
 
     def __init__(self, op, in_axes, size=3, **options):
-        self._stack([Case(op, seed=i, **options) for i in range(size)], in_axes)
-
-    @classmethod
-    def of(cls, examples: "list[Case]", in_axes) -> "Batch":
-        """These cases; of what is not mapped over, the first's."""
-        self = cls.__new__(cls)
-        self._stack(examples, in_axes)
-        return self
-
-    def _stack(self, examples, in_axes):
-        self.examples, self.in_axes = examples, tuple(in_axes)
+        self.examples = [Case(op, seed=i, **options) for i in range(size)]
+        self.in_axes = tuple(in_axes)
         self.share(self, in_axes)
 
     def share(self, other: "Batch", in_axes) -> None:
