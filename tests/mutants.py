@@ -335,8 +335,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/cross_entropy/op.py",
-        "done.append(split.psum(dw, range(spec.groups, x.ndim - 1)))",
-        "done.append(dw)",
+        "done.append(split.psum(each, range(spec.groups, x.ndim - 1)))",
+        "done.append(each)",
         "tests/layers/test_cross_entropy_sharding.py"
         "::test_values_and_collectives[data-AxisType.Auto-mean]",
     ),
