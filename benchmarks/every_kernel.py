@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.dense import epilogue
 from normfuse.layers.norm import op as norms
@@ -99,7 +100,7 @@ def norm_codes(lengths) -> Iterator[Example]:
 
 def gated_codes(lengths) -> Iterator[Example]:
     for (n, rows), name in itertools.product(coded(lengths), ACTIVATIONS):
-        yield from gated.examples(n, BF16, rows=rows, function=epilogue.SCALARS[name])
+        yield from gated.examples(n, BF16, rows=rows, function=SCALARS[name])
 
 
 def activations(lengths) -> Iterator[Example]:

@@ -265,21 +265,28 @@ def put(mesh, case, spec, scale=REPLICATED) -> tuple[list[jax.Array], list[jax.A
     ]
 
 
-def both(case: Case, **options):
-    """The op and its pullback as one compiled function of (operands, cotangents)."""
+def both(*cases: Case, **options):
+    """The ops and their pullbacks as one compiled function of each one's (operands, cotangents)."""
 
     @jax.jit
-    def run(args, cts):
-        out, pullback = jax.vjp(lambda *args: case(*args, **options), *args)
-        return out, pullback(cts)
+    def run(*given):
+        results = []
+        for case, (args, cts) in zip(cases, given, strict=True):
+            out, pullback = jax.vjp(functools.partial(case, **options), *args)
+            results.append((out, pullback(cts)))
+        return results
 
     return run
 
 
-def check_both(case: Case, **options):
-    out, grads = both(case, **options)(case.args, case.cts)
-    case.check(out, case.values())
-    case.check(grads, case.gradients())
+def check_both(*cases: Case, **options):
+    """Values, gradients and dtypes of these cases, in one program."""
+    found = both(*cases, **options)(*[(case.args, case.cts) for case in cases])
+    for case, (out, grads) in zip(cases, found):
+        case.check(out, case.values())
+        case.check(grads, case.gradients())
+        assert [g.dtype for g in grads] == [a.dtype for a in case.args]
+        assert out[0].dtype == case.cts[0].dtype
 
 
 # ---------------------------------------------------------------- tables

@@ -179,6 +179,16 @@ def openings(suffixes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                 above = (row, column) if alone else None
 
 
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yields (first word, place) of each docstring of the package."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path in [ROOT / "__init__.py", *MODULES]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                word = re.search(r"\w+|$", text)[0].lower()
+                yield word, f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+
+
 def main() -> None:
     for name, files in journeys().items():
         print(f"{name}: {len(files)} files: {', '.join(files)}")

@@ -161,7 +161,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 """
-_TRAINER = "grain matplotlib orbax rich safetensors tensorboardX tokenizers tyro yaml"
+_TRAINER = "grain matplotlib orbax rich safetensors tokenizers tyro yaml"
 _FRAMEWORKS = "equinox flax optax treescope"
 
 

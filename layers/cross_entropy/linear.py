@@ -174,6 +174,34 @@ def linear_cross_entropy(
     )
 
 
+def best_words(
+    x: Array,
+    kernel: Array,
+    *,
+    bias: Array | None = None,
+    contract: int = 0,
+    softcap: float | None = None,
+    logits_dtype: Any = None,
+) -> Array:
+    """Returns argmax_j c_j of each row, `(*rows)` int32, with c as in `linear_cross_entropy`.
+
+    It has no gradient, and computes the logits in chunks by a product of its own.
+    """
+    x, kernel, bias = jax.lax.stop_gradient((x, kernel, bias))
+    dtype = x.dtype.name
+    spec = Spec(
+        softmax=Softmax(softcap=_softcap(softcap), dtype=dtype),
+        contract=contract,
+        logits=_logits_dtype(logits_dtype, dtype),
+        precision=jax.config.jax_default_matmul_precision,
+        bias=None if bias is None else False,
+    )
+    rows = jnp.zeros(x.shape[:-1], jnp.int32)
+    x, _, _, _, *parameters = _operands(x, kernel, rows, rows, None, bias)
+    w, more = _as_read(spec, x, *parameters)
+    return ops.argmax(spec, x, w, *more)[0]
+
+
 # ---------------------------------------------------------------- arguments
 
 

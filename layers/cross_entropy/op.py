@@ -41,6 +41,7 @@ CHUNK_BYTES = 2**29
 CODED_CHUNK_BYTES = 7 * 2**27
 """The same of logits and the codes of their gradient, which are there at one time in FP8."""
 _MULTIPLE = 128  # rows of a GEMM's tile
+_LAST = 2**31 - 1  # no word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +167,12 @@ def _split_bias(spec: Spec, rest: Sequence[Any]) -> tuple[Sequence[Any], Sequenc
     """Returns the bias, if there is one, and what comes after it."""
     count = int(spec.bias is not None)
     return rest[:count], rest[count:]
+
+
+def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
+    """`(x (*rows, n), w[, bias]) -> (words,)`, int32: the first of equal ones; NaN is largest."""
+    c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
+    return [lax.argmax(c, x.ndim - 1, jnp.int32)]
 
 
 # ---------------------------------------------------------------- one device's share
@@ -359,6 +366,35 @@ def _statistics_body(
     arrays = [flat, part.local(labels).reshape(-1)]
     found = _in_chunks(chunk, arrays, _size(spec, flat, w))
     return [r.reshape(shape) for r in part.whole(*found)]
+
+
+def _argmax_body(
+    spec: Spec, split: Split, x: Array, w: Array, *bias: Array, order: Order
+) -> list[Array]:
+    del order  # XLA reads a chunk once
+    if 0 in x.shape:
+        return define_argmax(spec, x, w, *bias)
+    part = _part(spec, split, x, w)
+
+    def chunk(sums, x):
+        del sums
+        c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
+        word = lax.argmax(c, 1, jnp.int32)
+        if not part.axes:
+            return [word], []
+        best = jnp.take_along_axis(c, word[:, None], 1)[:, 0]
+        # Of the devices with the row's best, a NaN if there is one, the first word is chosen.
+        rank = jnp.isnan(best).astype(jnp.int32)
+        best = jnp.where(rank, 0, best)
+        top = lax.pmax(rank, part.axes)
+        best = jnp.where(rank == top, best, -jnp.inf)
+        chosen = (rank == top) & (best == lax.pmax(best, part.axes))
+        word = jnp.where(chosen, word + lax.axis_index(part.axes) * part.size, _LAST)
+        return [lax.pmin(word, part.axes)], []
+
+    flat = x.reshape(-1, x.shape[-1])
+    (words,) = _in_chunks(chunk, [flat], _size(spec, flat, w))
+    return [words.reshape(x.shape[:-1])]
 
 
 def _added(
@@ -556,6 +592,13 @@ statistics = _chunked(
     dims=_dims("xwrb", "rrr"),
     body=_statistics_body,
     batch=batch_rows,
+)
+argmax = _chunked(
+    "cross_entropy_argmax",
+    define_argmax,
+    dims=_dims("xwb", "r"),
+    body=_argmax_body,
+    batch=functools.partial(batch_rows, rows=(0,)),
 )
 loss_gradients = _of_gradients(
     "cross_entropy_loss_gradients",

@@ -52,7 +52,8 @@ class Softmax:
 # ---------------------------------------------------------------- definition, in plain JAX
 
 
-def _capped(spec: Softmax, z: Array) -> Array:
+def capped(spec: Softmax, z: Array) -> Array:
+    """Returns c of logits z, in float32 or wider."""
     z = z.astype(compute_dtype(z.dtype))
     return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
 
@@ -64,7 +65,7 @@ def _is_label(z: Array, labels: Array) -> Array:
 
 def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:
     """`(z (*rows, vocab), labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
-    c = _capped(spec, z)
+    c = capped(spec, z)
     picked = jnp.sum(jnp.where(_is_label(z, labels), c, 0), axis=-1)
     if spec.smoothing:
         picked = (1 - spec.smoothing) * picked + spec.share * jnp.sum(c, axis=-1)
@@ -79,7 +80,7 @@ def define_gradient(
     spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
 ) -> list[Array]:
     """`(z, labels, most, a, b) -> (g,)`; rows whose a and b are zero have zeros."""
-    c = _capped(spec, z)
+    c = capped(spec, z)
     each = lambda row: row[..., None]
     target = jnp.where(_is_label(z, labels), each(b * (1 - spec.smoothing)), 0)
     target = target + each(b * spec.share) if spec.smoothing else target
@@ -299,21 +300,21 @@ def cuda_codes(
     assert spec.codes is not None
     if z.dtype == jnp.float64:
         raise Unsupported("logits of float64 have no FP8 codes")
-    (rows, vocabulary), flags = z.shape, spec.codes.flags
+    rows, vocabulary = z.shape
     chosen = cast_layout(rows, vocabulary, z.dtype.itemsize, target)
     of_rows, scale = _scaled(a, b)
     codes = launch(
         "quantize_softmax.cu",
         "quantize_softmax",
         [z, labels, most, *of_rows, _seeds(labels, most, a)],
-        code_types(rows, vocabulary, **flags)[:-1],
+        code_types(spec.codes, rows, vocabulary)[:-1],
         target=target,
         macros={
             "COMPUTE_TYPE": "float",
             **_macros(spec, z),
             "VECTOR": COLUMNS,
         }
-        | tile_macros(chosen, rows, vocabulary, **flags),
+        | tile_macros(chosen, spec.codes, rows, vocabulary),
         grid=chosen.blocks(rows, vocabulary),
         block=chosen.width * chosen.height,
         shared=chosen.shared if spec.codes.has_qt else 0,

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation, Order, choose, native_or_best
+from ...native.implementation import Implementation, choose, native_or_best
 from ..core import sharding
+from ..core.activations import Activation, resolve, scalar_of
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
 from .dense import check_shapes
-from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
+from .epilogue import Epilogue, finish, finish_natively
 from .fp8 import multiply
 from .fp8_mlp import multiply_mlp, serves
-from .remat import Activated, product
+from .matmul import Activated, product
 
 
 def gated_dense(
@@ -85,13 +86,12 @@ def gated_product(
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
-    recompute: bool = True,
     quantization: Quantization = None,
     implementation: Implementation = None,
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
 ) -> Array:
-    """The second half of an MLP: `dense` of a gated activation, which need not be kept.
+    """The second half of an MLP: `dense` of a gated activation, which is not kept.
 
         y = (activation(gate) · up) · kernel + bias
 
@@ -107,9 +107,8 @@ def gated_product(
       hidden_sharding: on a mesh of Auto axes, the sharding of `gate` and `up`,
         of their gated activation and of their gradients, as for
         `jax.lax.with_sharding_constraint`; None: XLA's choice.
-      recompute: False keeps the gated activation instead: one array less to write in the backward.
       quantization: as for `dense`; with "fp8" the codes of the gated activation are kept.
-      The others are those of `gated_dense`.
+      The others are those of `gated_dense`. To keep the gated activation, use `dense` of one.
 
     Returns:
       `(*rows, *out)` in `dtype`.
@@ -135,7 +134,7 @@ def gated_product(
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
     options["quantization"] = quantization
-    options |= {"hidden_sharding": hidden_sharding, "recompute": recompute}
+    options["hidden_sharding"] = hidden_sharding
     return apply_product(gate, up, kernel, bias, activation, **options)
 
 
@@ -149,7 +148,6 @@ def apply_product(
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
     quantization: Quantization = None,
-    recompute: bool = True,
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
@@ -158,36 +156,27 @@ def apply_product(
     op = "gated_product"
     function, dtype = scalar_of(activation), jnp.dtype(dtype).name
     shared = {"contract": contract, "out_sharding": out_sharding}
+    quantized = shared | {"dtype": dtype, "quantization": quantization}
     gate = placed(gate, hidden_sharding)
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
-    def kernels(order):
+    def native(strict: bool) -> Array:
         assert function is not None
-        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding)
-        args = (gate,) if up is None else (gate, up)
-        y = product(producer, args, kernel, keep=not recompute, **shared)
+        order = native_or_best(strict)
+        if quantization is None:
+            has_up = up is not None
+            after = Epilogue(op=op, function=function, axes=(), has_up=has_up, out_dtype=dtype)
+            value = Activated(after, order, hidden_sharding)
+            y = product((gate,) if up is None else (gate, up), kernel, value=value, **shared)
+        else:
+            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
+            y = multiply(op, placed(hidden, hidden_sharding), kernel, order=order, **quantized)
         return finish(y, bias, None, dtype)
 
-    def quantized(order: Order) -> Array:
-        if function is None:
-            hidden = finish(gate, None, activation, dtype, up)
-        else:
-            strict = order.strict
-            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
-        hidden = placed(hidden, hidden_sharding)
-        options = {"dtype": dtype, "quantization": quantization, "order": order}
-        return finish(multiply(op, hidden, kernel, **options, **shared), bias, None, dtype)
-
-    def native(strict):
-        if quantization is not None:
-            return quantized(native_or_best(strict))
-        return kernels(native_or_best(strict))
-
-    def xla(strict):
+    def xla(strict: bool) -> Array:
         del strict
         hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
-        product = multiply(op, hidden, kernel, dtype=dtype, quantization=quantization, **shared)
-        return finish(product, bias, None, dtype)
+        return finish(multiply(op, hidden, kernel, **quantized), bias, None, dtype)
 
     serve = {"xla": xla}
     if function is not None:

@@ -17,9 +17,10 @@ from . import attention, gates, indexing, lookups, losses, norms, products
 from .activations import Activations
 from .closure import Closure, Origin, is_array, kind_of, origins_of, runs_later
 from .codes import with_codes
-from .program import Program, Site, Theirs, explained
+from .program import Program
 from .report import Report, Row
 from .scores import ScoreForms
+from .sites import Site, Theirs, explained
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Skip = str | Iterable[str] | Callable[[Row], bool]
@@ -311,7 +312,7 @@ def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
     return rows
 
 
-_DOMAINS = "attention", "loss", "norm", "indexing", "lookup", "mlp"  # as reports list them
+_DOMAINS = "attention", "loss", "norm", "indexing", "lookup", "mlp"  # in the order of reports
 _UNREAD = "it could not be read: "
 
 

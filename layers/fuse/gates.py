@@ -15,7 +15,8 @@ from ...native.implementation import choose
 from ..dense.epilogue import finish, finish_natively, scalar_of
 from .activations import Activations
 from .probabilities import is_random
-from .program import Equation, Program, Site, called
+from .program import Equation, Program
+from .sites import Site, called
 
 _OP = "gated_product"
 

@@ -16,7 +16,8 @@ from jax import Array, lax
 from ..lookup import FEWEST_ROWS, Lookup, lookup
 from .indexing import columns
 from .labels import UNCHANGED
-from .program import Equation, Left, Program, Site
+from .program import Equation, Program
+from .sites import Left, Site
 
 MANY = 2**16
 """In float32 a GPU scatters fast, but for this many indices of few rows."""

@@ -1,5 +1,6 @@
 """Losses in a program: log-sum-exps and picked elements of logits, without the logits."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cross_entropy import linear_cross_entropy
+from ..cross_entropy.linear import best_words, linear_cross_entropy
+from ..quantization.quantize import fits
 from .attention import MASKED
 from .constants import ARITHMETIC
+from .forms import Form, Mask, Scores, Term, Weight
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .products import unfit
-from .program import Left, Program, Site
-from .scores import Form, Mask, Operands, ScoreForms, Scores, Weight
+from .program import Program
+from .scores import Operands, ScoreForms
+from .sites import Left, Site
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -67,7 +71,7 @@ class Loss(Site):
 
     @property
     def total(self) -> bool:
-        """Whether it is a multiple of the sum of all rows' cross-entropies."""
+        """Tells if it is a multiple of the sum of all rows' cross-entropies."""
         cross = self.lse == -self.pick
         return cross and self.outside != "0" and not self.sum and self.summed >= set(self.rows)
 
@@ -235,14 +239,40 @@ class Losses(Site):
         return [part.computed(read, shared, False) for part in self.parts]
 
 
+@dataclasses.dataclass(eq=False)
+class BestWords(Site):
+    """The words of the largest logits, beside a loss that is served: for an accuracy.
+
+    Attributes:
+      of: the log-sum-exps of the same logits.
+    """
+
+    of: Loss
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        x, kernel = self.of._operands(read)
+        words = best_words(
+            x,
+            kernel,
+            bias=self.of._bias(read),
+            contract=int(self.of.transposed),
+            softcap=self.of.softcap,
+            logits_dtype=self.of.logits_dtype,
+        )
+        return [
+            arrange(words, [(a,) for a in self.of.rows], self.of.dims).astype(self.of.aval.dtype)
+        ]
+
+
 def joined(program: Program, sites: list[Site]) -> list[Site]:
-    """Returns sites with those of one product's losses as one."""
+    """Returns sites with those of one product's losses as one, and best words beside them alone."""
     groups: dict[Any, list[Loss]] = {}
     others = []
+    lost = {site.dead for site in sites if isinstance(site, Loss)}
     for site in sites:
         if isinstance(site, Loss):
             groups.setdefault((site.key, site.rows), []).append(site)
-        else:
+        elif not isinstance(site, BestWords) or site.dead in lost:
             others.append(site)
     for group in groups.values():
         outs = [v for site in group for v in site.outs]
@@ -319,7 +349,10 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     logits = functools.reduce(jnp.promote_types, [logits, *base.added])  # as the bias is added
     if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
         raise Left(f"its logits are multiplied by {factor:g}, which {dtype} operands would round")
-    why = unfit(base.dot, dtype, size(contract), size(words)) if quantization else ""
+    why = ""
+    if quantization:
+        kernel = g.avals[base.dot.ins[found.right]]
+        why = unfit(base.dot, dtype, size(contract), size(words)) or _unfit_here(kernel)
     site = Loss(
         outs=(value,),
         reads=tuple(
@@ -374,6 +407,16 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     return site
 
 
+def _unfit_here(kernel: Any) -> str:
+    """Returns why no device can multiply FP8 codes of its part of a kernel, as far as types say."""
+    mesh = kernel.sharding.mesh
+    if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):
+        return "its mesh is partly manual"
+    if mesh.explicit_axes and not fits(*(part := kernel.sharding.shard_shape(kernel.shape))):
+        return f"a device's part of its kernel, {part}, is no multiple of 16"
+    return ""
+
+
 def _of_words(g: Program, base: Scores, words: Labels) -> tuple[Any, tuple[Mask, ...], Any]:
     """Returns what is added to the logits of each word, and which words' logits are replaced.
 
@@ -411,3 +454,14 @@ def _of_words(g: Program, base: Scores, words: Labels) -> tuple[Any, tuple[Mask,
 def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of losses in a program; a value and the reason where one is left."""
     yield from forms.ends("is_loss", functools.partial(site_of, quantization=quantization))
+    for equation in forms.program.equations:
+        form = forms.of.get(equation.ins[0]) if equation.name == "argmax" else None
+        if form is not None and form.is_scores:
+            (axis,) = equation.params["axes"]
+            dims = (*form.dims[:axis], *form.dims[axis + 1 :])
+            term = Term("lse", form.base, frozenset(expand(form.dims[axis])))
+            of_lse = dataclasses.replace(form, dims=dims, along=0.0, terms=frozenset({(term, 1.0)}))
+            with contextlib.suppress(Left):  # the row of its loss says why
+                of = site_of(forms, equation.outs[0], of_lse, quantization=None)
+                served = "linear_cross_entropy: argmax, by a product of its own"
+                yield BestWords(of.outs, of.reads, of.dead, f"{of.what}, argmax", served, of)
