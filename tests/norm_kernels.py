@@ -124,10 +124,10 @@ class Case:
 
 def defined(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The definition's results in float64, but for the rounding of sums."""
-    operands = [jnp.asarray(wide(arrays[name])) for name in norm.names(kernel)[0]]
-    norm = replace(norm, out_dtype="float64", compute="float64", cast_before=False)
+    wider = replace(norm, out_dtype="float64", compute="float64", cast_before=False)
     with jax.enable_x64(True):
-        return list(map(np.asarray, KERNELS[kernel].definition(norm, *operands)))
+        operands = [jnp.asarray(wide(arrays[name])) for name in norm.names(kernel)[0]]
+        return list(map(np.asarray, KERNELS[kernel].definition(wider, *operands)))
 
 
 def magnitudes(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:

@@ -130,7 +130,7 @@ class RowLayout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What the search for a layout knows of the rows of a launch.
+    """The rows of a launch, as far as the search for a layout knows them.
 
     Attributes:
       features: elements of a row.
@@ -170,12 +170,12 @@ class Rows:
 
     @property
     def aligned(self) -> bool:
-        """Whether vectors have 16 bytes."""
+        """True if vectors have 16 bytes."""
         return self.vector * self.itemsize == 16
 
     @property
     def timed(self) -> bool:
-        """Whether layouts of norms with a mean or a bias were timed on such rows."""
+        """True if layouts of norms with a mean or a bias were timed on such rows."""
         return self.compute.itemsize == 4 and self.whole and self.aligned and not self.residual
 
 

@@ -1,4 +1,4 @@
-"""What a normalisation is: its static parameters, and its definitions in plain JAX."""
+"""The static parameters of a normalisation, and its definitions in plain JAX."""
 
 import dataclasses
 import functools

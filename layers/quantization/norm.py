@@ -91,7 +91,7 @@ def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Array)
     """Normalises into float32 (y, then the other results), and encodes y."""
     *given, bound = operands
     y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
-    return [*cast(y.reshape(-1, y.shape[-1]), bound, **spec.codes.flags), *others]
+    return [*cast(spec.codes, y.reshape(-1, y.shape[-1]), bound), *others]
 
 
 # By kernel, of a function that encodes:
@@ -183,11 +183,11 @@ def _launch(
     target: Target, spec: NormCodes, chosen: CastLayout, operands: dict[str, Array], eps: float
 ) -> list[Array]:
     """Launches quantize_norm.cu for operands by their names there."""
-    norm, flags, x = spec.norm, spec.codes.flags, operands["X"]
+    norm, codes, x = spec.norm, spec.codes, operands["X"]
     *row_shape, columns = x.shape
     rows, statistics = math.prod(row_shape), "RSTD" not in operands
     blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # blocks that share a row
-    results = code_types(rows, columns, **flags)
+    results = code_types(codes, rows, columns)
     parameters = {k: operands[k] for k in ("SCALE", "BIAS") if k in operands}
     types: dict[str, Any] = {k: operands[k] for k in ("X", "RESIDUAL") if k in operands}
     types |= parameters
@@ -198,7 +198,7 @@ def _launch(
     row = jax.ShapeDtypeStruct(row_shape, jnp.float32)
     results += [row] * (statistics * (1 + norm.centred))
     name = "quantize_norm" + ("" if statistics else "_apply")
-    shared, shares = chosen.shared * flags["has_qt"], False
+    shared, shares = chosen.shared * codes.has_qt, False
     if statistics:
         itemsize = types.get("H", x).dtype.itemsize
         held = functools.partial(shared_bytes, chosen, blocks, itemsize, centred=norm.centred)
@@ -214,7 +214,7 @@ def _launch(
         list(operands.values()),
         results,
         target=target,
-        macros=tile_macros(chosen, rows, columns, **flags)
+        macros=tile_macros(chosen, codes, rows, columns)
         | type_macros(types)
         | {
             "KERNEL": name,

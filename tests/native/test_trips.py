@@ -23,4 +23,4 @@ def test_a_norm_and_its_gradients_are_a_short_trip(arch, monkeypatch):
     lowered(2048)  # imports, and reads each kernel's source once
     monkeypatch.setattr(compiler, "kernel_text", None)
     trip = trips.counted(lambda: lowered(1024))
-    assert len(trip.files) <= 11 and trip.calls <= 450 and trip.changes <= 100, trip
+    assert len(trip.files) <= 11 and trip.calls <= 500 and trip.changes <= 100, trip
