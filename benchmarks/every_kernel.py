@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.dense import epilogue
 from normfuse.layers.norm import op as norms
@@ -99,7 +100,7 @@ def norm_codes(lengths) -> Iterator[Example]:
 
 def gated_codes(lengths) -> Iterator[Example]:
     for (n, rows), name in itertools.product(coded(lengths), ACTIVATIONS):
-        yield from gated.examples(n, BF16, rows=rows, function=epilogue.SCALARS[name])
+        yield from gated.examples(n, BF16, rows=rows, function=SCALARS[name])
 
 
 def activations(lengths) -> Iterator[Example]:
@@ -125,7 +126,7 @@ PARTS = {
 
 
 def draw(rng, of: jax.ShapeDtypeStruct, features: int) -> jax.Array:
-    """What an operand of this type may be: codes, a label, a bound, a statistic or numbers."""
+    """Draws an operand of this type: codes, a label, a bound, a statistic or numbers."""
     if of.dtype == jnp.uint8:  # codes of numbers to 2
         return jnp.asarray(rng.integers(0, 64, of.shape), of.dtype)
     if jnp.issubdtype(of.dtype, jnp.integer):

@@ -15,9 +15,10 @@ except ModuleNotFoundError as error:
 
 from ..native.implementation import Implementation
 from . import modules
+from .core.activations import Activation
 from .core.arguments import Quantization, options_of, unserved
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation, finish
+from .dense.epilogue import finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .fuse import fuse

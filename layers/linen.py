@@ -20,9 +20,9 @@ except ModuleNotFoundError as error:
 
 from ..native.implementation import Implementation
 from . import modules
+from .core.activations import Activation
 from .core.arguments import Quantization, dimensions_of, options_of, unserved
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation
 from .dense.gated import mlp as gated_mlp
 from .fuse import fuse
 from .fuse.model import call_of, missing, swapped

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from ..native.implementation import Implementation, choose, report, requested
+from .core.activations import Activation, resolve
 from .core.arguments import Quantization, check_quantization
-from .dense.epilogue import Activation, finish, resolve
+from .dense.epilogue import finish
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:

@@ -19,10 +19,11 @@ from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
 from .accumulate_nnx import accumulate_gradients as accumulate_gradients
+from .core.activations import Activation
 from .core.arguments import Quantization, dimensions_of, options_of, unserved
 from .core.op import placed
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation, finish
+from .dense.epilogue import finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .fuse.model import call_of, missing, swapped

@@ -146,7 +146,7 @@ def compile_image(source: Source, macros: Mapping[str, str | int], arch: str) ->
 def compile_with_log(
     source: Source, macros: Mapping[str, str | int], arch: str, *extra: str
 ) -> tuple[Image, str]:
-    """As `compile_image`, with further options for NVRTC; also returns the compiler's log."""
+    """Does what `compile_image` does, with further options for NVRTC; returns its log, too."""
     nvrtc = _nvrtc()
     _, known = nvrtc.nvrtcGetSupportedArchs()
     number = re.fullmatch(r"sm_(\d+)", arch)

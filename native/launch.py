@@ -189,7 +189,7 @@ class Target:
 
     @property
     def portable(self) -> bool:
-        """Whether the image is PTX, which the driver finishes for the device it finds."""
+        """True for PTX, which the driver finishes for the device it finds."""
         return self.arch.startswith("compute_")
 
     @property
@@ -208,7 +208,7 @@ class Target:
 
     @property
     def clusters(self) -> bool:
-        """Whether blocks can form clusters and read each other's shared memory."""
+        """True where blocks can form clusters and read each other's shared memory."""
         return self.capability >= 90
 
 

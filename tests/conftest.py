@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    # A process forgets its programs where one kind of test follows the other: once, in this order.
+    items.sort(key=lambda item: "optimized" in item.keywords)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures

@@ -3,7 +3,7 @@
 One chunk's logits at a time are in memory, and with its gradient the kernel's gradient is added to
 the sum in float32, by the product that computes it:
 
-    z = x · kernel      g = dloss/dz      dx = g · kernelᵀ      dkernel += xᵀ · g
+    z = x · kernel (+ bias)   g = dloss/dz   dx = g · kernelᵀ   dkernel += xᵀ · g   dbias += Σ g
 
 Rows may be split over any axes of a mesh: the kernel's gradients are then added once, at the end.
 So may the vocabulary: a device finds the maximum and the sum of exponentials of its part, and
@@ -41,6 +41,7 @@ CHUNK_BYTES = 2**29
 CODED_CHUNK_BYTES = 7 * 2**27
 """The same of logits and the codes of their gradient, which are there at one time in FP8."""
 _MULTIPLE = 128  # rows of a GEMM's tile
+_LAST = 2**31 - 1  # no word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Spec:
     plain: bool = False  # plain HLO rather than the softmax's kernels
     wanted: tuple[bool, bool] = (True, True)  # gradients to compute: of x, of the kernel
     unused: bool = False  # rows may have weight 0, and then x may be NaN
+    bias: bool | None = None  # whether its gradient is to be computed; None without a bias
     groups: int = 0  # leading dimensions of x with a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
     quantized: bool = False  # the gradient's products are of FP8 codes, where the kernel fits
@@ -78,12 +80,13 @@ def chunk_rows(rows: int, vocabulary: int, itemsize: int, bytes: int = CHUNK_BYT
 # ---------------------------------------------------------------- definition, in plain JAX
 
 
-def logits(spec: Spec, x: Array, w: Array) -> Array:
-    """Returns x's last axis times the kernel: `(*rows, vocab)`."""
+def logits(spec: Spec, x: Array, w: Array, bias: Array | None = None) -> Array:
+    """Returns x's last axis times the kernel, plus the bias: `(*rows, vocab)`."""
     dims = (((x.ndim - 1,), (spec.contract,)), ((), ()))
-    return lax.dot_general(
+    z = lax.dot_general(
         x, w, dims, precision=spec.precision, preferred_element_type=jnp.dtype(spec.logits)
     )
+    return z if bias is None else z + bias[(None,) * (z.ndim - 1)]  # cuBLAS adds it
 
 
 def _unused(a: Array, b: Array | None = None) -> Array:
@@ -94,7 +97,7 @@ def _unused(a: Array, b: Array | None = None) -> Array:
 def _gradients(
     spec: Spec, x: Array, w: Array, g: Array, a: Array, b: Array | None = None
 ) -> list[Array]:
-    """Returns dx, in x's dtype, and dkernel, in float32 or wider, if wanted.
+    """Returns dx, in x's dtype, dkernel and dbias, in float32 or wider, if wanted.
 
     `a` and `b` are the rows' factors in g, which is zero where they are.
     """
@@ -113,45 +116,63 @@ def _gradients(
         options = {"precision": spec.precision, "preferred_element_type": dtype}
         # XLA drops this cast and the caller's back.
         found.append(lax.dot_general(first, second, dims, **options).astype(sums))
+    if spec.bias:
+        rows = tuple(range(spec.groups, g.ndim - 1))
+        found.append(jnp.sum(g, rows, dtype=compute_dtype(x.dtype)))
     return found
 
 
-def define_statistics(spec: Spec, x: Array, w: Array, labels: Array) -> list[Array]:
-    """`(x (*rows, n), w, labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
-    return softmax.define_statistics(spec.softmax, logits(spec, x, w), labels)
+def define_statistics(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
+    """`(x (*rows, n), w, labels (*rows)[, bias]) -> (most, sum, picked)`, `(*rows)` each."""
+    return softmax.define_statistics(spec.softmax, logits(spec, x, w, *bias), labels)
 
 
 def define_loss_gradients(
-    spec: Spec, x: Array, w: Array, labels: Array, weights: Array
+    spec: Spec, x: Array, w: Array, labels: Array, weights: Array, *bias: Array
 ) -> list[Array]:
-    """`(x, w, labels, weights (*rows)) -> (most, sum, picked[, dx][, dw])`."""
-    g, *found = softmax.define_both(spec.softmax, logits(spec, x, w), labels, weights)
+    """`(x, w, labels, weights (*rows)[, bias]) -> (most, sum, picked[, dx][, dw][, dbias])`."""
+    g, *found = softmax.define_both(spec.softmax, logits(spec, x, w, *bias), labels, weights)
     return [*found, *_gradients(spec, x, w, g, weights)]
 
 
 def define_gradients(
-    spec: Spec, x: Array, w: Array, labels: Array, most: Array, a: Array, b: Array
+    spec: Spec, x: Array, w: Array, labels: Array, most: Array, a: Array, b: Array, *bias: Array
 ) -> list[Array]:
-    """`(x, w, labels, most, a, b) -> ([dx][, dw])`, with a and b as in `softmax`."""
-    (g,) = softmax.define_gradient(spec.softmax, logits(spec, x, w), labels, most, a, b)
+    """`(x, w, labels, most, a, b[, bias]) -> ([dx][, dw][, dbias])`, with a and b of `softmax`."""
+    z = logits(spec, x, w, *bias)
+    (g,) = softmax.define_gradient(spec.softmax, z, labels, most, a, b)
     return _gradients(spec, x, w, g, a, b)
 
 
 def define_tangent(
-    spec: Spec, x: Array, w: Array, labels: Array, most: Array, total: Array, *moving: Array
+    spec: Spec, x: Array, w: Array, labels: Array, most: Array, total: Array, *rest: Array
 ) -> list[Array]:
-    """`(x, w, labels, most, sum[, dx][, dw]) -> (dlse, dpicked)`."""
-    moving_of = iter(moving)
-    zero = functools.partial(jnp.zeros_like, dtype=x.dtype)
-    tangents = [next(moving_of) if wanted else zero(a) for wanted, a in zip(spec.wanted, (x, w))]
+    """`(x, w, labels, most, sum[, bias][, dx][, dw][, dbias]) -> (dlse, dpicked)`."""
+    del most, total
+    bias, moving = _split_bias(spec, rest)
+    primals, wanted, moving_of = (x, w, *bias), (*spec.wanted, spec.bias), iter(moving)
+    tangents = [
+        next(moving_of).astype(a.dtype) if moves else jnp.zeros_like(a)
+        for moves, a in zip(wanted, primals)
+    ]
 
-    def statistics(x, w):
-        most, total, picked = softmax.define_statistics(spec.softmax, logits(spec, x, w), labels)
+    def statistics(x, w, *bias):
+        most, total, picked = define_statistics(spec, x, w, labels, *bias)
         return softmax.lse_of(most, total), picked
 
-    del most, total
-    tangents = [t.astype(x.dtype) for t in tangents]
-    return list(jax.jvp(statistics, (x, w), tuple(tangents))[1])
+    return list(jax.jvp(statistics, primals, tuple(tangents))[1])
+
+
+def _split_bias(spec: Spec, rest: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the bias, if there is one, and what comes after it."""
+    count = int(spec.bias is not None)
+    return rest[:count], rest[count:]
+
+
+def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
+    """`(x (*rows, n), w[, bias]) -> (words,)`, int32: the first of equal ones; NaN is largest."""
+    c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
+    return [lax.argmax(c, x.ndim - 1, jnp.int32)]
 
 
 # ---------------------------------------------------------------- one device's share
@@ -173,7 +194,7 @@ def _quantized(
 
     These are (n, vocab), with their scale; none where nothing is quantized.
     """
-    if not spec.quantized:
+    if not spec.quantized or not any(spec.wanted):
         return spec, []
     if not fits(*w.shape):
         why = f"a kernel of shape {w.shape} has a dimension that is no multiple of 16"
@@ -245,6 +266,9 @@ def _gradients_of_codes(
         dot = of(a, b, a[0] + b[0], dtype, wide)
         (dw,) = _kernel(spec, _addend, order, dot)(first, second, scale.reshape(()), by.reshape(()))
         found.append(dw.astype(sums))
+    if spec.bias:
+        sums = compute_dtype(x.dtype)
+        found.append(jnp.sum(codes[-1], int(spec.wanted[1]), dtype=sums) * scale.astype(sums))
     return found
 
 
@@ -328,15 +352,15 @@ def _parts(spec: Spec, split: Split, lead: int, x: Array, w: Array) -> tuple[Spe
 
 
 def _statistics_body(
-    spec: Spec, split: Split, x: Array, w: Array, labels: Array, *, order: Order
+    spec: Spec, split: Split, x: Array, w: Array, labels: Array, *bias: Array, order: Order
 ) -> list[Array]:
     if 0 in x.shape:
-        return define_statistics(spec, x, w, labels)
+        return define_statistics(spec, x, w, labels, *bias)
     part, run = _part(spec, split, x, w), _kernel(spec, softmax.statistics, order)
 
     def chunk(sums, x, labels):
         del sums
-        return list(run(logits(spec, x, w), labels)), []
+        return list(run(logits(spec, x, w, *bias), labels)), []
 
     flat, shape = x.reshape(-1, x.shape[-1]), labels.shape
     arrays = [flat, part.local(labels).reshape(-1)]
@@ -344,10 +368,39 @@ def _statistics_body(
     return [r.reshape(shape) for r in part.whole(*found)]
 
 
+def _argmax_body(
+    spec: Spec, split: Split, x: Array, w: Array, *bias: Array, order: Order
+) -> list[Array]:
+    del order  # XLA reads a chunk once
+    if 0 in x.shape:
+        return define_argmax(spec, x, w, *bias)
+    part = _part(spec, split, x, w)
+
+    def chunk(sums, x):
+        del sums
+        c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
+        word = lax.argmax(c, 1, jnp.int32)
+        if not part.axes:
+            return [word], []
+        best = jnp.take_along_axis(c, word[:, None], 1)[:, 0]
+        # Of the devices with the row's best, a NaN if there is one, the first word is chosen.
+        rank = jnp.isnan(best).astype(jnp.int32)
+        best = jnp.where(rank, 0, best)
+        top = lax.pmax(rank, part.axes)
+        best = jnp.where(rank == top, best, -jnp.inf)
+        chosen = (rank == top) & (best == lax.pmax(best, part.axes))
+        word = jnp.where(chosen, word + lax.axis_index(part.axes) * part.size, _LAST)
+        return [lax.pmin(word, part.axes)], []
+
+    flat = x.reshape(-1, x.shape[-1])
+    (words,) = _in_chunks(chunk, [flat], _size(spec, flat, w))
+    return [words.reshape(x.shape[:-1])]
+
+
 def _added(
     spec: Spec, order: Order, sums: Any, x: Array, w: Any, g: Sequence[Array], *factors: Array
 ) -> tuple[list[Array], list[Array]]:
-    """Returns `([dx], [sum of dw])` with a chunk's gradients; w is the kernel and its codes."""
+    """Returns `([dx], [sums of dw, dbias])` with a chunk's gradients; w has the kernel's codes."""
     spec = replace(spec, groups=0)
     if spec.softmax.codes:
         found = _gradients_of_codes(spec, order, x, w[1:], g, *factors)
@@ -360,9 +413,9 @@ def _added(
 def _each_group(
     spec: Spec, split: Split, run: Callable[..., list[Array]], x: Array, *rows: Array, results: int
 ) -> list[Array]:
-    """Returns `run`'s results for each group: rows' (`results` of them), dx and dw, where wanted.
+    """Returns `run`'s results for each group: rows' (`results` of them), and gradients, if wanted.
 
-    dw is added up over the devices that have other rows, dx over those that have other words.
+    Those of parameters are added up over devices that have other rows, dx over other words.
     """
     groups, n = x.shape[: spec.groups], x.shape[-1]
     count, shape = math.prod(groups), x.shape[:-1]
@@ -375,10 +428,9 @@ def _each_group(
     rest = iter(found[results:])
     if spec.wanted[0]:
         done.append(split.psum(next(rest).reshape(x.shape), [x.ndim + 1]))
-    if spec.wanted[1]:
-        dw = next(rest)
-        dw = dw.reshape(*groups, *dw.shape[1:])
-        done.append(split.psum(dw, range(spec.groups, x.ndim - 1)))
+    for of_parameter in rest:
+        each = of_parameter.reshape(*groups, *of_parameter.shape[1:])
+        done.append(split.psum(each, range(spec.groups, x.ndim - 1)))
     return done
 
 
@@ -388,15 +440,22 @@ def _gradient(spec: Spec, order: Order) -> Callable[..., Sequence[Array]]:
 
 
 def _loss_gradients_body(
-    spec: Spec, split: Split, x: Array, w: Array, labels: Array, weights: Array, *, order: Order
+    spec: Spec,
+    split: Split,
+    x: Array,
+    w: Array,
+    labels: Array,
+    weights: Array,
+    *bias: Array,
+    order: Order,
 ) -> list[Array]:
     if 0 in x.shape:
-        return define_loss_gradients(spec, x, w, labels, weights)
+        return define_loss_gradients(spec, x, w, labels, weights, *bias)
     part = _part(spec, split, x, w)
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(spec, sums, x, labels, weights):
-        z = logits(spec, x, w)
+        z = logits(spec, x, w, *bias)
         if part.axes or spec.softmax.codes:
             found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
             most, total, _ = found
@@ -421,17 +480,18 @@ def _gradients_body(
 ) -> list[Array]:
     if 0 in x.shape:
         return define_gradients(spec, x, w, labels, *rows)
+    bias = rows[3:]
     labels = _part(spec, split, x, w).local(labels)
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
-        g = _gradient(spec, order)(logits(spec, x, w), *rows)
+        g = _gradient(spec, order)(logits(spec, x, w, *bias), *rows)
         return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
 
     def run(*arrays):
         return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))
 
-    return _each_group(spec, split, run, x, labels, *rows, results=0)
+    return _each_group(spec, split, run, x, labels, *rows[:3], results=0)
 
 
 # ---------------------------------------------------------------- sharding and batching
@@ -440,8 +500,8 @@ def _gradients_body(
 def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    These are x, w (the kernel), r (a number for each row), t (the tangents of x and the kernel, as
-    far as they exist) and g (their gradients).
+    These are x, w (the kernel), r (a number for each row), b (the bias, if there is one), t (the
+    tangents of x, the kernel and the bias, as far as they exist) and g (their gradients).
     """
 
     def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
@@ -450,8 +510,10 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
         x, n, v = tuple(range(x_ndim)), x_ndim, x_ndim + 1
         w = (n, v) if spec.contract == 0 else (v, n)
         found: dict[str, list[Any]] = {"x": [x], "w": [w], "r": [x[:-1]]}
+        found["b"] = [(v,)] * (spec.bias is not None)
         for letter, groups in ("t", ()), ("g", range(spec.groups)):
-            found[letter] = [x] * spec.wanted[0] + [(*groups, *w)] * spec.wanted[1]
+            of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
+            found[letter] = [x] * spec.wanted[0] + of_parameters
         each = lambda text: tuple(dims for letter in text for dims in found[letter])
         return each(operands), each(results)
 
@@ -494,11 +556,13 @@ def one_by_one(op: Op, args: Any, dims: Any, spec: Any, order: Order) -> Any:
 def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> Any:
     """A batch dimension becomes one of groups, with a kernel's gradient each."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    if dims[1] is not None:
+    rows = len(args) - (spec.bias is not None)
+    if dims[1] is not None or any(d is not None for d in dims[rows:]):
         return one_by_one(op, args, dims, spec, order)
-    x, w, *rows = [a if i == 1 else batch_at(a, dims[i], 0, size) for i, a in enumerate(args)]
-    rows = [match(a, x, range(a.ndim)) for a in rows]
-    results = op(replace(spec, groups=spec.groups + 1), x, w, *rows, order=order)
+    x, *moved = [batch_at(args[i], dims[i], 0, size) for i in (0, *range(2, rows))]
+    moved = [match(a, x, range(a.ndim)) for a in moved]
+    spec = replace(spec, groups=spec.groups + 1)
+    results = op(spec, x, args[1], *moved, *args[rows:], order=order)
     return results, [0] * len(results)
 
 
@@ -510,12 +574,13 @@ def _checked(ctx: Any, spec: Spec, order: Order) -> Order:
 
 
 def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
-    x, w, labels, most, total, *moving = operands
+    x, w, labels, most, total, *rest = operands
+    bias, moving = _split_bias(spec, rest)
     dlse, dpicked = [ad.instantiate_zeros(ct) for ct in cts]
     a = softmax.divided(dlse, total)
-    found = iter(gradients(spec, x, w, labels, most, a, -dpicked, order=order))
-    linear = [next(found).astype(t.aval.dtype) for t in moving]
-    return [None] * 5 + linear
+    found = gradients(spec, x, w, labels, most, a, -dpicked, *bias, order=order)
+    linear = [g.astype(t.aval.dtype) for g, t in zip(found, moving)]
+    return [None] * (5 + len(bias)) + linear
 
 
 _op = functools.partial(Op, leads=(0, 1))
@@ -524,26 +589,33 @@ _of_gradients = functools.partial(_chunked, batch=_batch_groups, before=_checked
 statistics = _chunked(
     "cross_entropy_statistics",
     define_statistics,
-    dims=_dims("xwr", "rrr"),
+    dims=_dims("xwrb", "rrr"),
     body=_statistics_body,
     batch=batch_rows,
+)
+argmax = _chunked(
+    "cross_entropy_argmax",
+    define_argmax,
+    dims=_dims("xwb", "r"),
+    body=_argmax_body,
+    batch=functools.partial(batch_rows, rows=(0,)),
 )
 loss_gradients = _of_gradients(
     "cross_entropy_loss_gradients",
     define_loss_gradients,
-    dims=_dims("xwrr", "rrrg"),
+    dims=_dims("xwrrb", "rrrg"),
     body=_loss_gradients_body,
 )
 gradients = _of_gradients(
     "cross_entropy_gradients",
     define_gradients,
-    dims=_dims("xwrrrr", "g"),
+    dims=_dims("xwrrrrb", "g"),
     body=_gradients_body,
 )
 tangent = _op(
     "cross_entropy_tangent",
     define_tangent,
-    dims=_dims("xwrrrt", "rr"),
+    dims=_dims("xwrrrbt", "rr"),
     transpose=_transpose_tangent,
 )
 
@@ -555,10 +627,9 @@ def _without_gradients(used: list[bool], *live_and_eqn: Any) -> Any:
         return [False] * len(eqn.invars), None
     if any(used[3:]):
         return [True] * len(eqn.invars), eqn
-    eqn = eqn.replace(
-        primitive=statistics.primitive, invars=eqn.invars[:3], outvars=eqn.outvars[:3]
-    )
-    return [True, True, True, False], eqn
+    invars = [*eqn.invars[:3], *eqn.invars[4:]]
+    eqn = eqn.replace(primitive=statistics.primitive, invars=invars, outvars=eqn.outvars[:3])
+    return [True, True, True, False, *[True] * len(invars[3:])], eqn
 
 
 jax_private.on_unused_results(loss_gradients.primitive, _without_gradients)

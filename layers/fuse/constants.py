@@ -186,38 +186,15 @@ def _concatenate(p: Any, out: Any, *operands: Known) -> Known:
 # ---------------------------------------------------------------- elements, one by one
 
 
-def _sum_is_exact(a: Any, b: Any, s: Any) -> Any:
-    """Tells if s is a + b: by Knuth's TwoSum, in float64."""
-    a, b, s = (np.asarray(x, np.float64) for x in (a, b, s))
-    total = a + b
-    part = total - a
-    return ((a - (total - part)) + (b - part) == 0) & (total == s)
+_OF_WHOLE = frozenset("add mul square sub".split())
+"""Results of floats are exact where all of them are integers; others may be rounded."""
 
 
-def _product_is_exact(a: Any, b: Any, y: Any) -> Any:
-    """Tells if y is a · b: float64 has twice the digits of others; in itself of few numbers."""
-    a, b, product = (np.asarray(x, np.float64) for x in (a, b, y))
-    exact = np.isfinite(product) & (a * b == product)
-    if y.dtype != np.float64:
-        return exact
-    whole = (np.rint(a) == a) & (np.rint(b) == b) & (np.abs(product) < _DIGITS[y.dtype])
-    return exact & (whole | _is_power(a) | _is_power(b))
+def _is_whole(x: Any) -> bool:
+    """Tells if numbers are integers, below which a float has all others."""
+    sizes = np.abs(np.asarray(x).astype(np.float64))
+    return bool(((sizes == np.rint(sizes)) & (sizes <= _DIGITS[x.dtype])).all())
 
-
-def _is_power(x: Any) -> Any:
-    """Tells if numbers are 0 or a power of two, by which products only change their exponent."""
-    return (x == 0) | (np.abs(np.frexp(np.asarray(x, np.float64))[0]) == 0.5)
-
-
-_ROUNDED: dict[str, Callable[..., Any]] = {
-    "add": _sum_is_exact,
-    "sub": lambda a, b, y: _sum_is_exact(a, -b, y),
-    "mul": _product_is_exact,
-    "square": lambda a, y: _product_is_exact(a, a, y),
-    # Devices divide by other numbers than powers of two in steps.
-    "div": lambda a, b, y: _is_power(b) & _product_is_exact(y, b, a),
-}
-"""Tell if results of floats are exact, from exact operands."""
 
 COMPARED = {name: getattr(operator, name) for name in "eq ge gt le lt ne".split()}
 _JUMPS = frozenset((*COMPARED, "floor", "is_finite", "sign"))
@@ -280,7 +257,7 @@ def _element(name: str, p: Any, out: Any, *operands: Known) -> Known | None:
         return None
     y = np.asarray(compute(*arrays))
     if kind == "f" and exact and name not in _STEADY:
-        exact = name in _ROUNDED and bool(np.all(_ROUNDED[name](*arrays, y)))
+        exact = name in _OF_WHOLE and all(map(_is_whole, (*arrays, y)))
     return Known(y, exact)
 
 
@@ -341,9 +318,7 @@ def _iota(p: Any, out: Any) -> Known | None:
 
 def _counted(x: Known, total: Any) -> Known | None:
     """Sums of integers that floats hold: so they hold each sum on the way, in any order."""
-    sizes = np.abs(x.x.astype(np.float64))
-    whole = (sizes == np.rint(sizes)).all()
-    if not x.exact or not whole or not (np.abs(total) <= _DIGITS[x.x.dtype]).all():
+    if not x.exact or not _is_whole(x.x) or not (np.abs(total) <= _DIGITS[x.x.dtype]).all():
         return None
     return Known(np.asarray(total).astype(x.x.dtype))
 

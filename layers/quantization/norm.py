@@ -91,7 +91,7 @@ def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Array)
     """Normalises into float32 (y, then the other results), and encodes y."""
     *given, bound = operands
     y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
-    return [*cast(_matrix(spec.norm, y), bound, **spec.codes.flags), *others]
+    return [*cast(spec.codes, _matrix(spec.norm, y), bound), *others]
 
 
 def _matrix(norm: Norm, array: Array) -> Array:
@@ -187,13 +187,13 @@ def _launch(
     target: Target, spec: NormCodes, chosen: CastLayout, operands: dict[str, Array], eps: float
 ) -> list[Array]:
     """Launches quantize_norm.cu for operands by their names there."""
-    norm, flags, x = spec.norm, spec.codes.flags, operands["X"]
+    norm, codes, x = spec.norm, spec.codes, operands["X"]
     rows, columns = _matrix(norm, x).shape
     given = {k: a.reshape(rows, -1) if a.size == x.size else a for k, a in operands.items()}
     given |= {k: operands[k].reshape(rows) for k in ("MEAN", "RSTD") if k in operands}
     statistics = "RSTD" not in operands
     blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # blocks that share a row
-    results = code_types(rows, columns, **flags)
+    results = code_types(codes, rows, columns)
     parameters = {k: given[k] for k in ("SCALE", "BIAS") if k in given}
     types: dict[str, Any] = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
     if "RESIDUAL" in given:
@@ -203,7 +203,7 @@ def _launch(
     row = jax.ShapeDtypeStruct((rows,), jnp.float32)
     results += [row] * (statistics * (1 + norm.centred))
     name = "quantize_norm" + ("" if statistics else "_apply")
-    shared, shares = chosen.shared * flags["has_qt"], False
+    shared, shares = chosen.shared * codes.has_qt, False
     if statistics:
         itemsize = types.get("H", x).dtype.itemsize
         held = functools.partial(shared_bytes, chosen, blocks, itemsize, centred=norm.centred)
@@ -219,7 +219,7 @@ def _launch(
         list(given.values()),
         results,
         target=target,
-        macros=tile_macros(chosen, rows, columns, **flags)
+        macros=tile_macros(chosen, codes, rows, columns)
         | type_macros(types)
         | {
             "KERNEL": name,
@@ -240,7 +240,7 @@ def _launch(
         ints=(rows, columns, chosen.group, *tokens),
         floats=(eps, norm.scale_offset, 1 / columns),
     )
-    count = 1 + flags["has_q"] + flags["has_qt"]
+    count = 1 + codes.has_q + codes.has_qt
     shape = [n for i, n in enumerate(x.shape) if i not in norm.axes]
     return [*made[:count], *[a.reshape(x.shape if a.ndim == 2 else shape) for a in made[count:]]]
 

@@ -1,4 +1,4 @@
-"""What `fuse` costs where a function is traced: by calls, not by a clock."""
+"""The cost of `fuse` where a function is traced: by calls, not by a clock."""
 
 import collections
 import cProfile

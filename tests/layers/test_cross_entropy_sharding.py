@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, linear_cross_entropy
 
-pytestmark = pytest.mark.oldest
-
 BATCH, SEQ, N, VOCABULARY, IGNORE = 8, 16, 24, 64, -100
 OPTIONS = {"ignore": IGNORE, "softcap": 5.0, "z_loss": 0.1, "chunk_rows": 6}
 MESHES = {  # shape, axes, x's rows, the kernel (n, vocab)
@@ -117,6 +115,36 @@ def test_weights_take_no_more_than_the_sum_of_them(eight_devices, rng, name, kin
     seen = hlo.communicated(compiled)
     if name == "sequence":
         seen["all-reduce", "f32"] -= 3
+    assert seen == expected
+
+
+@pytest.mark.parametrize("name, kind", half(MESHES, KINDS), ids=str)
+def test_a_bias_is_split_as_the_words_are(eight_devices, rng, name, kind):
+    """Its gradient is added up over the rows' devices, and nothing else moves."""
+    shape, names, rows, stored = MESHES[name]
+    x, kernel, labels = draw(rng)
+    bias = jnp.asarray(rng.standard_normal(VOCABULARY), jnp.float32)
+    options = OPTIONS | {"chunk_rows": None, "label_smoothing": 0.1, "reduction": "sum"}
+    loss = lambda x, k, b, labels: linear_cross_entropy(x, k, labels, bias=b, **options)
+    fn = jax.value_and_grad(loss, (0, 1, 2))
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    words = P("tensor") if "tensor" in names else P()
+    places = [NamedSharding(mesh, spec) for spec in (rows, stored, words, rows)]
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(*pair) for pair in zip((x, kernel, bias, labels), places)]
+        auto = {"out_shardings": (None, tuple(places[:3]))} if kind == AxisType.Auto else {}
+        compiled = jax.jit(fn, **auto).lower(*arrays).compile()
+        found = compiled(*arrays)
+    close(found, fn(x, kernel, bias, labels))
+    parts = 2 if "tensor" in names else 1
+    count = BATCH * SEQ * parts // 8
+    reduced = 1 + (N + 1) * VOCABULARY // parts + (3 * count + count * N) * (parts > 1)
+    expected = {("all-reduce", "f32"): reduced}
+    if "fsdp" in names:
+        expected["all-gather", "f32"] = N * VOCABULARY // parts
+    seen = hlo.communicated(compiled)
+    if name == "sequence":
+        seen["all-reduce", "f32"] -= 1
     assert seen == expected
 
 

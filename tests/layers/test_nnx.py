@@ -13,7 +13,7 @@ from flax import nnx
 from parity import assert_nearer, assert_no_worse
 
 from normfuse.layers import nnx as ours_nnx
-from normfuse.layers.dense.epilogue import resolve
+from normfuse.layers.core.activations import resolve
 from normfuse.layers.nnx import Linear, RMSNorm
 
 pytestmark = [pytest.mark.oldest, pytest.mark.optimized]

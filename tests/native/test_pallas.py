@@ -15,8 +15,8 @@ from norm_kernels import KERNELS, norm_of
 from reference import Expected, assert_close, wide
 
 from normfuse import dense, rms_norm
+from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.dense import pallas as dense_pallas
-from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.native import implementation, launch
 from normfuse.native.implementation import Order, Unsupported
 from normfuse.native.pallas import blocks
