@@ -126,7 +126,7 @@ PARTS = {
 
 
 def draw(rng, of: jax.ShapeDtypeStruct, features: int) -> jax.Array:
-    """What an operand of this type may be: codes, a label, a bound, a statistic or numbers."""
+    """Draws an operand of this type: codes, a label, a bound, a statistic or numbers."""
     if of.dtype == jnp.uint8:  # codes of numbers to 2
         return jnp.asarray(rng.integers(0, 64, of.shape), of.dtype)
     if jnp.issubdtype(of.dtype, jnp.integer):

@@ -62,7 +62,7 @@ def _plain(x, w):
 
 
 def _xla(residual: bool) -> Contestant:
-    """What XLA fuses best: the formulas written out, with rstd saved for the backward."""
+    """The form that XLA fuses best: the formulas written out, with rstd saved for the backward."""
 
     def forward(x, r, w, *_):
         if not residual:

@@ -71,7 +71,7 @@ def test_docstrings_begin_with_a_subject_or_a_verb():
 
 @pytest.mark.parametrize("suffixes, least", [(structure.PYTHON, 1500), (structure.NATIVE, 400)])
 def test_comments_begin_with_a_subject_or_a_verb(suffixes, least):
-    """ "of the result" and "what is kept" say too little: at most 3 % begin so."""
+    """At most 3 % begin so: "of the result" and "what is kept" say too little."""
     places = list(structure.openings(suffixes))
     found = [p for word, p in places if word in OPENINGS]
     assert len(places) > least and len(found) <= 0.03 * len(places), "\n".join(found)

@@ -1,4 +1,4 @@
-"""What H200s would run for the presets' training step: the memory it takes, and no copied state."""
+"""Programs of H200s for the presets' training step: the memory they take, and no copied state."""
 
 import dataclasses
 import functools
@@ -158,7 +158,7 @@ def test_products_add_the_gradients_of_one_x(quantization, monkeypatch):
 
 
 def test_products_do_not_add_all_that_jax_sums(monkeypatch):
-    """What the test above would find in a program that sums as JAX does."""
+    """The test above would find this in a program that sums as JAX does."""
     monkeypatch.setattr(transformer, "shared", lambda x, count: [x] * count)
     program, _ = step("1b", mesh(), num_layers=1)
     assert f"bf16[16384,{preset_config('1b').transformer().dim}]" in hlo.additions(program)
@@ -190,7 +190,6 @@ def test_fsdp_updates_its_state_in_place():
     assert copied(program, state) == []
 
 
-@pytest.mark.newest
 def test_8b_in_fp8_over_eight_gpus_fits_without_recomputation():
     """One sequence of 8192 on each GPU: what each of its 32 blocks takes, from two and four."""
     config = dataclasses.replace(preset_config("8b"), batch_size=8, seq_len=8192)

@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, linear_cross_entropy
 
-pytestmark = pytest.mark.oldest
-
 BATCH, SEQ, N, VOCABULARY, IGNORE = 8, 16, 24, 64, -100
 OPTIONS = {"ignore": IGNORE, "softcap": 5.0, "z_loss": 0.1, "chunk_rows": 6}
 MESHES = {  # shape, axes, x's rows, the kernel (n, vocab)

@@ -218,7 +218,7 @@ def test_each_operand_is_quantized_once(rng):
 
 
 def test_main_gradients_are_sums_in_float32(rng):
-    """Of bfloat16 kernels, in products that write float32."""
+    """Gradients of bfloat16 kernels, in products that write float32."""
     xs, dy = draw(rng, 4, 16, IN, dtype=bf16), draw(rng, 16, OUT, dtype=bf16)
     kernel = draw(rng, IN, OUT, dtype=bf16)
     loss = lambda kernel, x: jnp.sum(fp8(x, kernel).astype(f32) * dy.astype(f32))

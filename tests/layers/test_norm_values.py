@@ -406,7 +406,7 @@ def test_what_nobody_uses_is_not_computed(op, bias, results):
     case = Case(op, (5, 24), bias=bias)
     fns = [case, jax.grad(case.loss, 0), jax.grad(case.loss, (0, 1)), case.grad][: len(results)]
     found = [hlo.results(jax.jit(f).lower(*case.args).compile()) for f in fns]
-    assert found == results  # of backward, of forward
+    assert found == results  # the backward, the forward
     # also where the gradient is computed by the transformation and thrown away by the caller
     dx = jax.jit(lambda *args: case.grad(*args)[0]).lower(*case.args).compile()
     assert hlo.results(dx) == results[1]

@@ -155,7 +155,7 @@ def test_arrays_that_are_not_those_of_the_image_are_refused(
     + [f"{F2}; 3 1; {2**70}", f"{F2}; 3 {2**70}; 2", f"{F2} -> float32; 3 1; 2"],
 )
 def test_a_layout_that_cannot_be_read_is_refused(given, layout):
-    """Of an image that is not loaded: a loaded one has its own."""
+    """The image is not loaded: a loaded one has its own."""
     operands, results, attributes = given
     changed = {"layout": layout, "digest": "3" * 64}
     refused("cannot be read", operands, results, {**attributes, **changed})

@@ -14,8 +14,6 @@ from normfuse.train import UsageError, compilation
 from normfuse.train.config import OptimConfig
 from normfuse.train.step import Program, make_optimizer, schedule
 
-pytestmark = pytest.mark.oldest
-
 
 @pytest.mark.parametrize("implementation", ["native", "pallas"])
 def test_one_implementation_alone_must_serve_every_op(implementation):
