@@ -93,8 +93,9 @@ class Op:
         (these specs as they must be, one device's function)`.
       before: `(ctx, spec, order) -> order`, when it is lowered.
       jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
-      transpose: `(cotangents, *operands, spec, order)`, where it is linear; None for the
-        definition's own.
+      transpose: `(cotangents, *operands, spec, order)`, where it is linear.
+      linear: the definition's own transpose serves, for an operation that is linear in what is
+        transposed, as a backward is in its cotangents.
       types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
         say; only an optimization.
       backward: the first-order gradient, for readers and for listings; see `derivative`.
@@ -116,6 +117,7 @@ class Op:
     before: Callable[[Any, Any, Order], Order] | None = None
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
+    linear: bool = False
     types: Callable[..., Sequence[Any] | None] | None = None
     backward: "Op | None" = None
     without_last: Callable[[Any], Any] | None = None
@@ -130,7 +132,8 @@ class Op:
         batch = functools.partial(self.batch, self) if self.batch else self._batch
         batching.primitive_batchers[p] = batch
         ad.primitive_jvps[p] = self.jvp or self._plain_jvp
-        ad.primitive_transposes[p] = self.transpose or self._plain_transpose
+        if self.transpose or self.linear:
+            ad.primitive_transposes[p] = self.transpose or self._plain_transpose
         if self.without_last:
             jax_private.on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
