@@ -59,8 +59,8 @@ def test_parameters_are_annotated():
     assert count > 1000 and have >= 0.8 * count, f"{have} of {count}"
 
 
-# files of the package that have docstrings to say better
-LATER = ()
+# Files of the package that have docstrings to say better.
+LATER = ("layers/attention/cudnn.py", "layers/elementwise/code.py", "models/")
 
 
 def test_docstrings_begin_with_a_subject_or_a_verb():
