@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import normfuse
 
-DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing", "codes"
+DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing", "lookup", "codes"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,12 @@ MUTANTS = [
     ),
     Mutant(
         "native/kernels/softmax.cu",
+        "else if (label < 0 || label >= FEATURES)",
+        "else if (label < 0 || label > FEATURES)",
+        "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
+    ),
+    Mutant(
+        "native/kernels/softmax.cu",
         "sum += other_sum * exponential(other_most - most, 0);",
         "sum += other_sum;",
         "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
@@ -359,6 +365,58 @@ MUTANTS = [
         "return [dlse, dlse + dpicked]",
         "tests/layers/test_cross_entropy.py::test_forward_mode_and_second_derivatives[none]",
     ),
+    Mutant(  # the label's share of smoothed targets
+        "layers/cross_entropy/softmax.py",
+        "picked = (1 - spec.smoothing) * picked + spec.share",
+        "picked = picked + spec.share",
+        "tests/layers/test_cross_entropy.py"
+        "::test_loss_and_gradients_are_those_of_float64[smoothed-sum]",
+    ),
+    Mutant(
+        "native/kernels/softmax.cuh",
+        "out.at[k] -= b * share;",
+        "out.at[k] -= share;",
+        "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
+    ),
+    Mutant(  # the bias' gradient of a batch of losses
+        "layers/cross_entropy/op.py",
+        "rows = tuple(range(spec.groups, g.ndim - 1))\n        found",
+        "rows = tuple(range(g.ndim - 1))\n        found",
+        "tests/layers/test_cross_entropy.py::test_vmap_scan_and_remat[none]",
+    ),
+    # ---------------------------------------------------------------- layers: lookups
+    Mutant(
+        "layers/lookup.py",
+        "jnp.isfinite(flat).all()",
+        "True",
+        "tests/layers/test_lookup.py::test_nan_and_infinity_stay_in_their_rows[8]",
+    ),
+    Mutant(  # sums that end with a block are counted twice
+        "layers/lookup.py",
+        "ends &= place % BLOCK != BLOCK - 1",
+        "pass",
+        "tests/layers/test_lookup.py::test_all_indices_equal_pass_through_every_level",
+    ),
+    Mutant(
+        "layers/lookup.py",
+        "indices = indices - lax.axis_index(axes[-1]) * part",
+        "indices = indices + 0",
+        "tests/layers/test_lookup.py::test_devices_exchange_no_more_than_theirs[2048-tensor]",
+    ),
+    Mutant(  # float32 is no longer three parts
+        "layers/lookup.py",
+        "(high, middle, values - high - middle)",
+        "(high, middle)",
+        "tests/layers/test_lookup.py"
+        "::test_rows_are_theirs_and_the_gradient_is_that_of_float64[float32, few rows]",
+    ),
+    Mutant(
+        "layers/lookup.py",
+        "return jnp.clip(indices, 0, rows - 1)",
+        "return indices",
+        "tests/layers/test_lookup.py"
+        "::test_rows_are_theirs_and_the_gradient_is_that_of_float64[few rows]",
+    ),
     # ---------------------------------------------------------------- layers: attention
     Mutant(
         "layers/attention/blocks.py",
@@ -558,6 +616,12 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",
     ),
     Mutant(
+        "layers/fuse/losses.py",
+        "if base.inner is not None and (base.biases or base.masks):",
+        "if base.inner is not None and base.masks:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[loss: a soft cap and then a bias]",
+    ),
+    Mutant(
         "layers/fuse/indexing.py",
         '"add": (lax.add, -0.0)',
         '"add": (lax.add, 0.0)',
@@ -646,6 +710,19 @@ MUTANTS = [
         'return closed, "product"',
         'return closed, "border"',
         "tests/fuse/test_choices.py::test_ours_is_what_theirs_is[a loss-None]",
+    ),
+    Mutant(  # what a masked word's label costs
+        "layers/fuse/losses.py",
+        "replaced = self.hidden[1] - lse * together",
+        "replaced = self.hidden[1]",
+        "tests/fuse/test_spellings.py::test_spelling[loss: labels that a mask hides]",
+    ),
+    Mutant(
+        "layers/fuse/lookups.py",
+        "if program.depends(equation.ins[1], (source,)):",
+        "if False:",
+        "tests/fuse/test_lookups.py"
+        "::test_what_is_no_lookup_of_a_parameter_stays[indices made of the table]",
     ),
     Mutant(
         "layers/fuse/products.py",

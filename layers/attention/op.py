@@ -37,7 +37,7 @@ class _Share(Kernel):
     """Attention, or its gradients, on one device: by cuDNN, or in blocks of plain JAX."""
 
     def __init__(self, name: str, definition: Body, function: str):
-        self._function = function  # of `cudnn`
+        self._function = function  # its name in `cudnn`
         super().__init__(name, definition, {})
 
     def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Spec, order: Order) -> Any:

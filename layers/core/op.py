@@ -95,7 +95,8 @@ class Op:
       jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
       transpose: `(cotangents, *operands, spec, order)`, where it is linear; None for the
         definition's own.
-      types: `spec -> the results' types`, if that knows them.
+      types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
+        say; only an optimization.
       backward: the first-order gradient, for readers and for listings; see `derivative`.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
@@ -115,7 +116,7 @@ class Op:
     before: Callable[[Any, Any, Order], Order] | None = None
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
-    types: Callable[[Any], Sequence[Any]] | None = None
+    types: Callable[..., Sequence[Any] | None] | None = None
     backward: "Op | None" = None
     without_last: Callable[[Any], Any] | None = None
 
@@ -150,17 +151,20 @@ class Op:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        if self.types is not None and (known := self.types(spec)):
-            return list(known)
-        if self.dims is None or self.share is not None:
+        types = self.types(spec, *operands) if self.types else None
+        if types and self.dims is None:
+            return list(types)
+        if self.dims is None or self.share is not None and types is None:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
-        types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
+        if types is None:
+            of = tuple((a.shape, a.dtype) for a in operands)
+            types = result_types(self.definition, spec, of)
         inputs, outputs = self._dims(spec, operands)
         leads, entries = self._leads(spec), {}
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
         like = operands[leads[0]]
-        specs = [P(*[entries[d] for d in dims]) for dims in outputs]
+        specs = [P(*[entries.get(d) for d in dims]) for dims in outputs]
         shardings = [NamedSharding(like.sharding.mesh, spec) for spec in specs]
         return [
             like.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding)
@@ -670,6 +674,6 @@ tangent = Op(
     _define_tangent,
     batch=_batch_tangent,
     transpose=_transpose_tangent,
-    types=lambda spec: spec.results,
+    types=lambda spec, *_: spec.results,
     before=_before_tangent,
 )

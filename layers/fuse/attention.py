@@ -14,6 +14,7 @@ import numpy as np
 from .forms import Form, Mask, Scores
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
+from .probabilities import changed
 from .program import LARGEST_CONSTANT, Program
 from .rows import ABSORBING, NUMBER, Row
 from .scores import Operands, ScoreForms
@@ -498,3 +499,4 @@ def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of attention in a program; a value and the reason where one is left."""
     yield from forms.ends("is_attention", site_of)
+    yield from changed(forms)

@@ -12,8 +12,8 @@ class Row:
 
     Attributes:
       where: its named scopes, and the line of the user's code that made it.
-      what: its domain ("attention", "loss", "norm", "mlp", "product", "indexing", "codes" of norms
-        for FP8 products) and sizes.
+      what: its domain ("attention", "loss", "norm", "mlp", "product", "indexing", "lookup", "codes"
+        of norms for FP8 products) and sizes.
       served: what computes it; "" where it stays as it was.
       reason: why it stays; else "".
     """

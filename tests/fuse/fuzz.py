@@ -274,6 +274,8 @@ def loss(w):
         z = w(f"2.0 * jnp.tanh({z} / 2.0)")
     if w.chance(0.08):
         z = w(f"{z} + {w.arg('float', 1)}")
+    if w.rarely(0.2):  # a masked vocabulary
+        z = w(f"jnp.where(jnp.arange(N) {w.some('<', '!=')} 3, {z}, {w.some('-1e9', '-jnp.inf')})")
     y = w.arg("labels", rank - 1)
     which = w.rng.integers(8)
     if which <= 1:
@@ -315,6 +317,20 @@ def loss(w):
         w.keep(w(f"jnp.sum({l}, axis={w.some(0, 1, -1)})"), 1)
     else:
         w.keep(w(f"{l}.{w.some('mean', 'sum')}()"), 0)
+
+
+def lookup(w):
+    table, rank = w.arg("float", 2), w.some(1, 2)
+    ids = w.arg("labels", rank)
+    form = w.some(
+        f"{table}[{ids}]",
+        f"jnp.take({table}, {ids}, axis=0, mode='clip')",
+        f"{table}.at[{ids}].get(mode='fill', fill_value=0.5)",
+        f"{table}[jnp.broadcast_to(jnp.arange(N), {ids}.shape)]",
+    )
+    y = w.keep(w(form), rank + 1)
+    if w.chance(0.4):  # tied
+        w.keep(w(f"jnp.tanh({y}) @ {table}.T"), rank + 1)
 
 
 def norm(w):
@@ -525,7 +541,7 @@ def write(seed) -> Program:
     """The program of a number."""
     w = Writer(seed)
     for _ in range(w.some(1, 1, 1, 2, 2, 3)):
-        w.some(*PARTS)(w)
+        (lookup if w.rarely(0.15) else w.some(*PARTS))(w)
     results = [w.made[-1][0], *(name for name, _ in w.made[:-1] if w.chance(0.3))]
     program = Program(seed, w.lines, w.args, results)
     for _ in range(w.some(0, 0, 1, 1, 1, 2, 2, 3)):

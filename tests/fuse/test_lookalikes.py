@@ -305,6 +305,29 @@ loss_case(
     lambda z, y, p: optax.softmax_cross_entropy(z, softmax(p)).sum(),
     draw(5, N, N, V),
 )
+LEFT_BIASES = {  # that are none of each word alone
+    "a bias of each row": lambda z, y, b: integers(z + z[..., :1] * b, y),
+    "a soft cap and then a bias": lambda z, y, b: integers(2 * jnp.tanh(z / 2) + b, y),
+    "a soft cap and then a mask": lambda z, y, b: integers(
+        jnp.where(jnp.arange(V) < V - 3, jnp.tanh(z), -1e9), y % 9
+    ),
+    "a mask of some rows": lambda z, y, b: integers(
+        jnp.where((jnp.arange(V) < V - 3) | (y > 4)[..., None], z, -1e9) + b, y % 9
+    ),
+    "words that are only made less likely": lambda z, y, b: integers(
+        jnp.where(jnp.arange(V) < V - 3, z + b, -9.0), y
+    ),
+    "a mask of run time": lambda z, y, b: integers(jnp.where(b > 0, z, -1e9), y),
+    "two masks": lambda z, y, b: integers(
+        jnp.where(jnp.arange(V) > 2, jnp.where(jnp.arange(V) < V - 3, z, -1e9), -2e4) + b, y
+    ),
+    "a bias after a mask": lambda z, y, b: integers(
+        jnp.where(jnp.arange(V) < V - 3, z, -1e9) + b, y
+    ),
+    "all words masked": lambda z, y, b: integers(jnp.where(jnp.arange(V) < 0, z, -1e9) + b, y),
+}
+for name, loss in LEFT_BIASES.items():
+    loss_case(name, lambda z, y, b, loss=loss: loss(z, y, b).sum(), draw(5, V), left=True)
 loss_case("a bias", lambda z, y, b: integers(z + b, y).sum(), draw(5, V))
 loss_case(
     "a learned factor, exponential",

@@ -46,7 +46,7 @@ def split(framework, kind, **options):
             [p[n] for n in names] if kind == "GatedMLP" else [p["kernel"]],
             [p.get("bias")],
         )
-        variables = make(framework, kind).init(KEY, X)["params"]  # of the unquantized module
+        variables = make(framework, kind).init(KEY, X)["params"]  # the unquantized ones
         return lambda p, x: module.apply({"params": p}, x), variables, of
     if framework == "eqx":
         params, static = eqx.partition(module, eqx.is_array)
