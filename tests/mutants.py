@@ -312,13 +312,6 @@ MUTANTS = [
     ),
     Mutant(
         "layers/quantization/gated.py",
-        "return maximum + jnp.float32(16 * slope) * scale",
-        "return maximum",
-        "tests/layers/test_quantization.py"
-        "::test_one_element_is_within_its_limits_whatever_its_code[relu-1]",
-    ),
-    Mutant(
-        "layers/quantization/gated.py",
         "jnp.clip(h, -largest, largest)",
         "h",
         "tests/layers/test_quantization.py"
@@ -472,12 +465,6 @@ MUTANTS = [
     ),
     Mutant(
         "layers/accumulate.py",
-        "return [*kernel]",
-        "return [lax.stop_gradient(kernel.value), kernel.zeros]",
-        "tests/layers/test_accumulate.py::test_losses_may_differentiate_their_layers[nnx-]",
-    ),
-    Mutant(
-        "layers/accumulate.py",
         "        return value, aux, [g if m is None else g + narrowed(m) for g, m in pairs]",
         "        return value, aux, [g if m is None else narrowed(m) for g, m in pairs]",
         "tests/layers/test_accumulate.py::test_losses_may_differentiate_their_layers[dense-cond]",
@@ -495,12 +482,6 @@ MUTANTS = [
         "tests/layers/test_accumulate_nnx.py::test_values_are_those_of_a_loop_with_value_and_grad",
     ),
     # ---------------------------------------------------------------- layers: fuse
-    Mutant(
-        "layers/fuse/constants.py",
-        "return a // b + ((a % b != 0) & ((a < 0) != (b < 0)))",
-        "return a // b",
-        "tests/fuse/test_lookalikes.py::test_lookalike[attention: causal, halved towards 0]",
-    ),
     Mutant(  # a comparison of what was rounded
         "layers/fuse/constants.py",
         "if name in _JUMPS and not exact or",
@@ -605,12 +586,6 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/losses.py",
-        "jnp.minimum(labels, self.vocabulary).astype(jnp.int32)",
-        "labels",
-        "tests/fuse/test_extremes.py::test_labels_of_other_integers[uint32-one-hot p]",
-    ),
-    Mutant(
-        "layers/fuse/losses.py",
         "return (labels >= 0) & (labels < self.vocabulary)",
         "return (labels >= 0) & (labels <= self.vocabulary)",
         "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",
@@ -656,12 +631,6 @@ MUTANTS = [
         'frozenset([(replace(t, kind="stopped"), f)])',
         "frozenset([(t, f)])",
         "tests/fuse/test_lookalikes.py::test_lookalike[attention: one maximum stopped]",
-    ),
-    Mutant(
-        "layers/fuse/rows.py",
-        "return n, n, n",
-        "return back",
-        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[a sum of what is seen-False]",
     ),
     Mutant(
         "layers/fuse/attention.py",
@@ -958,12 +927,6 @@ MUTANTS = [
         "lambda p: p.ndim > 1",
         "lambda p: p.ndim > 0",
         "tests/train/test_step.py::test_clipping_and_decay_follow_the_configuration",
-    ),
-    Mutant(
-        "train/step.py",
-        "mu_dtype=config.mu_dtype",
-        "mu_dtype=None",
-        "tests/train/test_step.py::test_a_first_moment_is_stored_as_configured",
     ),
     Mutant(
         "train/checks.py",
