@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -77,18 +76,6 @@ def test_an_nnx_module_heeds_options_that_flax_serves(x):
     ours = ours_nnx.GatedMLP(DIM, HIDDEN, precision="highest", rngs=nnx.Rngs(0))
     assert "HIGHEST" in str(jax.make_jaxpr(ours)(x))
     assert ours(jnp.ones((2, DIM), jnp.int32)).shape == (2, DIM)
-
-
-def test_an_eqx_module_calls_what_has_taken_a_place(x):
-    class Doubled(eqx.nn.Linear):
-        def __call__(self, x, *, key=None):
-            return 2 * super().__call__(x, key=key)
-
-    x, key = x[0, 0], jax.random.key(0)
-    mlp = ours_eqx.GatedMLP(DIM, HIDDEN, key=key)
-    changed = eqx.tree_at(lambda m: m.down, mlp, Doubled(HIDDEN, DIM, key=key))
-    want = changed.down(jax.nn.silu(mlp.gate(x)) * mlp.up(x))
-    np.testing.assert_allclose(changed(x), want, **CLOSE)
 
 
 def test_an_activation_that_binds_an_array_is_refused():
