@@ -42,6 +42,7 @@ CODED_CHUNK_BYTES = 7 * 2**27
 """The same of logits and the codes of their gradient, which are there at one time in FP8."""
 _MULTIPLE = 128  # rows of a GEMM's tile
 _LAST = 2**31 - 1  # no word
+_FEW_WORDS = 1024  # fewer are not worth a copy of the kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,8 +281,11 @@ class _Part:
     size: int
 
     def local(self, labels: Array) -> Array:
-        """Returns labels counted from the first column here."""
-        return labels - lax.axis_index(self.axes) * self.size if self.axes else labels
+        """Returns labels counted from the first column here; -1 or less for those of others."""
+        if not self.axes:
+            return labels
+        labels = labels - lax.axis_index(self.axes) * self.size
+        return jnp.where(labels < self.size, labels, -1)
 
     def whole(self, most: Array, total: Array, picked: Array) -> list[Array]:
         """Returns the statistics over all parts."""
@@ -294,6 +298,34 @@ class _Part:
 
 def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
     return _Part(split.over([x.ndim + 1]), w.shape[1 - spec.contract])
+
+
+def aligned_words(words: int, softcap: float | None) -> int:
+    """Returns how many words a device computes with, of so many: a multiple of 16, if it can.
+
+    Products of other sizes are slower, and in FP8 there are none. Words that no row has are kept
+    out by a bias of -inf, which a soft cap would bring back.
+    """
+    return words if words < _FEW_WORDS or softcap is not None else -(-words // MULTIPLE) * MULTIPLE
+
+
+def _aligned(spec: Spec, w: Array, bias: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+    """Returns the kernel and the bias of `aligned_words`."""
+    words = w.shape[1 - spec.contract]
+    if not (more := aligned_words(words, spec.softmax.softcap) - words):
+        return w, bias
+    w = jnp.pad(w, [(0, more * (axis != spec.contract)) for axis in range(2)])
+    of_words = bias[0] if bias else jnp.zeros(words, spec.logits)
+    return w, [jnp.pad(of_words, (0, more), constant_values=-jnp.inf)]
+
+
+def _of_words(spec: Spec, found: Sequence[Array], words: int) -> list[Array]:
+    """Returns results with the gradients of the kernel and of the bias, the last, as `_aligned`
+    was given these."""
+    count = len(found) - spec.wanted[1] - bool(spec.bias)
+    axes = [1 - spec.contract] * spec.wanted[1] + [0] * bool(spec.bias)
+    cut = [lax.slice_in_dim(g, 0, words, axis=axis) for g, axis in zip(found[count:], axes)]
+    return [*found[:count], *cut]
 
 
 def _bits(kind: str, arrays: Sequence[Array]) -> list[Array]:
@@ -357,6 +389,7 @@ def _statistics_body(
     if 0 in x.shape:
         return define_statistics(spec, x, w, labels, *bias)
     part, run = _part(spec, split, x, w), _kernel(spec, softmax.statistics, order)
+    w, bias = _aligned(spec, w, bias)
 
     def chunk(sums, x, labels):
         del sums
@@ -375,6 +408,7 @@ def _argmax_body(
     if 0 in x.shape:
         return define_argmax(spec, x, w, *bias)
     part = _part(spec, split, x, w)
+    w, bias = _aligned(spec, w, bias)
 
     def chunk(sums, x):
         del sums
@@ -452,6 +486,7 @@ def _loss_gradients_body(
     if 0 in x.shape:
         return define_loss_gradients(spec, x, w, labels, weights, *bias)
     part = _part(spec, split, x, w)
+    w, bias = _aligned(spec, w, bias)
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(spec, sums, x, labels, weights):
@@ -470,7 +505,7 @@ def _loss_gradients_body(
 
     def run(*arrays):
         own, size = _parts(spec, split, x.ndim, arrays[0], w)
-        return _in_chunks(functools.partial(chunk, own), arrays, size)
+        return _of_words(spec, _in_chunks(functools.partial(chunk, own), arrays, size), part.size)
 
     return _each_group(spec, split, run, x, part.local(labels), weights, results=3)
 
@@ -480,8 +515,9 @@ def _gradients_body(
 ) -> list[Array]:
     if 0 in x.shape:
         return define_gradients(spec, x, w, labels, *rows)
-    bias = rows[3:]
-    labels = _part(spec, split, x, w).local(labels)
+    part = _part(spec, split, x, w)
+    labels = part.local(labels)
+    w, bias = _aligned(spec, w, rows[3:])
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
@@ -489,7 +525,7 @@ def _gradients_body(
         return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
 
     def run(*arrays):
-        return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))
+        return _of_words(spec, _in_chunks(chunk, arrays, _size(spec, arrays[0], w)), part.size)
 
     return _each_group(spec, split, run, x, labels, *rows[:3], results=0)
 

@@ -1,4 +1,4 @@
-"""What dropout leaves of attention and of MLPs, and what the report says of it."""
+"""Dropout in MLPs and in attention: a pass of its own before it, and a row that names it."""
 
 import flax.linen as nn
 import jax

@@ -242,12 +242,6 @@ def test_tokens_outside_the_vocabulary_are_not_taken_for_others(compiled, rng, o
     assert jnp.isnan(logits[0]).any(axis=-1)[2:].all() and jnp.isfinite(logits[1]).all()
 
 
-def test_sequences_beyond_max_seq_len_are_rejected(small):
-    model = build("nnx", small)
-    with pytest.raises(ValueError, match="tokens hold 65 positions; max_seq_len=64"):
-        jax.eval_shape(model.apply, model.abstract, jnp.zeros((1, 65), jnp.int32))
-
-
 @pytest.mark.parametrize(
     "tokens, error, message",
     [
