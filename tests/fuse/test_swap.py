@@ -20,8 +20,6 @@ from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 
-pytestmark = pytest.mark.oldest
-
 DIM = 32
 X = draw(0, 2, 16, DIM)
 

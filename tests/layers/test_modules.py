@@ -20,7 +20,7 @@ from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.core.activations import resolve
 
-pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
+pytestmark = pytest.mark.optimized
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 KEY = jax.random.key(3)
