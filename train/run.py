@@ -234,10 +234,6 @@ class Run:
         info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte} | more
         self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 
-    def _phase(self, name: str) -> None:
-        self.display.phase(name)
-        self.watchdog.beat()
-
     def _check_resume(self) -> None:
         newest = self.checkpoints.newest_record()
         if newest is None:
@@ -254,7 +250,7 @@ class Run:
             self.display.note(f"continuing with other settings:\n{listed}", "yellow")
 
     def _restored(self) -> tuple[State, int]:
-        self._phase("restoring")
+        self.watchdog.beat()
         state, record = self.checkpoints.restore(self.program.abstract())
         check_resume(record, self.config, self.text.identity())  # may be older than the newest
         self.display.note(f"continuing after step {record['step']}")
@@ -308,7 +304,7 @@ class Run:
         return self.evaluator(params, tokens, stopping)
 
     def _save(self, state: State, step: int) -> None:
-        self._phase("saving")
+        self.watchdog.beat()
         self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
@@ -332,13 +328,13 @@ class Run:
     def _finish(self, state: State) -> bool:
         """Validates, samples and plots; returns False if asked to stop before that was done."""
         config, out = self.config, self.out
-        self._phase("validating")
+        self.watchdog.beat()
         validation = self._evaluate(state.params, config.eval.final_tokens)
         if validation is None:
             return False
         self.log.write(validation.entry(config.steps))
         if jax.process_count() == 1 and config.sample.tokens:
-            self._phase("sampling")
+            self.watchdog.beat()
             (drawn,) = sample(
                 self.model,
                 state.params,
@@ -351,7 +347,7 @@ class Run:
             )
             out.sample.write_text(drawn, encoding="utf-8")
             self.display.note(f"\nsample:\n{drawn}\n")
-        self._phase("plotting")
+        self.watchdog.beat()
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
         self.display.stop()
         if self.first:

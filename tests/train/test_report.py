@@ -31,7 +31,7 @@ class _Page(html.parser.HTMLParser):
 
 
 def test_page_holds_the_table_the_differences_and_the_losses(finished, tmp_path, capsys):
-    """Of two runs, one with a name that a terminal would obey, and lines that were damaged."""
+    """One of two runs has a name that a terminal would obey, and damaged lines."""
     other = shutil.copytree(finished[0], tmp_path / "[red]\x1b[2J")
     settings = (other / "config.yaml").read_text().replace("b1: 0.9", "b1: 0.8")
     (other / "config.yaml").write_text(settings)
