@@ -170,12 +170,14 @@ def _by_blocks(dy: Array, indices: Array, rows: int) -> Array:
 # ---------------------------------------------------------------- derivatives, batches, meshes
 
 
-def _push(primals: Any, tangents: Any, *, spec: Lookup, order: Order) -> Any:
-    (table, indices), (dtable, _) = primals, tangents
-    y = lookup_op(spec, table, indices, order=order)
-    if type(dtable) is ad.Zero:
+def _push(op: str, primals: Any, tangents: Any, *, spec: Lookup, order: Order) -> Any:
+    """Both operations are linear in their first operand."""
+    (_, indices), (moving, _) = primals, tangents
+    bind = functools.partial({"rows": lookup_op, "sums": gradient}[op], order=order)
+    y = bind(spec, *primals)
+    if type(moving) is ad.Zero:
         return y, [ad.Zero(jax.typeof(y[0]).to_tangent_aval())]
-    return y, lookup_op(dataclasses.replace(spec, fill=0), dtable, indices, order=order)
+    return y, bind(dataclasses.replace(spec, fill=0), moving, indices)
 
 
 def _pull(cts: Any, table: Any, indices: Array, *, spec: Lookup, order: Order) -> list[Any]:
@@ -189,14 +191,6 @@ def _pull(cts: Any, table: Any, indices: Array, *, spec: Lookup, order: Order) -
         sums = row_sums(dy, known(spec, indices), spec.table[0][0], safe=True)
         return [sums.astype(spec.table[1]), None]
     return [*gradient(spec, dy, indices, order=order), None]
-
-
-def _push_gradient(primals: Any, tangents: Any, *, spec: Lookup, order: Order) -> Any:
-    (dy, indices), (ddy, _) = primals, tangents
-    g = gradient(spec, dy, indices, order=order)
-    if type(ddy) is ad.Zero:
-        return g, [ad.Zero(jax.typeof(g[0]).to_tangent_aval())]
-    return g, gradient(spec, ddy, indices, order=order)
 
 
 def _pull_gradient(cts: Any, dy: Any, indices: Array, *, spec: Lookup, order: Order) -> list[Any]:
@@ -297,7 +291,13 @@ def _share(
     return found, local
 
 
-lookup_op = Op("lookup", define_lookup, batch=_batch_lookup, jvp=_push, transpose=_pull)
+lookup_op = Op(
+    "lookup",
+    define_lookup,
+    batch=_batch_lookup,
+    jvp=functools.partial(_push, "rows"),
+    transpose=_pull,
+)
 gradient = Op(
     "lookup_gradient",
     define_gradient,
@@ -305,6 +305,6 @@ gradient = Op(
     leads=(0, 1),
     batch=_batch_gradient,
     share=_share,
-    jvp=_push_gradient,
+    jvp=functools.partial(_push, "sums"),
     transpose=_pull_gradient,
 )

@@ -309,7 +309,7 @@ def _in_parts(
 
 
 class _Segments:
-    """Where the segments of each sequence begin.
+    """Returns where the segments of each sequence begin.
 
     Attributes:
       ids: `(batch, length)`.

@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def is_complex(self) -> bool:
-        """Whether a complex number is anywhere in the function."""
+        """True where a complex number is anywhere in the function."""
         return any("complex" in dtype for dtype in (*self.stored, *dict(self.bound).values()))
 
     def __str__(self) -> str:

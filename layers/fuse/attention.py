@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .dropout import changed
 from .forms import Form, Mask, Scores
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
-from .probabilities import changed
 from .program import LARGEST_CONSTANT, Program
 from .rows import ABSORBING, NUMBER, Row
 from .scores import Operands, ScoreForms

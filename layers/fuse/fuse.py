@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
-from . import attention, gates, indexing, lookups, losses, norms, products
+from . import attention, dropout, indexing, lookups, losses, norms, products
 from .activations import Activations
 from .closure import Closure, Origin, is_array, kind_of, origins_of, runs_later
 from .codes import with_codes
@@ -340,7 +340,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
     def multiplied() -> Any:
         known = products.Products(program, scores, activations, made())
         yield from products.found(known, quantization)
-        yield from gates.found(program, activations)
+        yield from dropout.found(program, activations)
 
     domains = {
         "norm": lambda: norms.found(parts),

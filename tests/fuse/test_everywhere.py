@@ -444,7 +444,8 @@ def test_shard_map(mesh, args, outside):
 
 HEADS = {  # axes, words, how the kernel is placed, and if the gradient is in FP8
     "whole": ((), 64, P(), True),
-    "words that are no multiple of 16": ((), 40, P(), False),
+    "few words, no multiple of 16": ((), 40, P(), False),
+    "words that are no multiple of 16": ((), 1030, P(), True),
     "words of each device": ((AxisType.Explicit,), 64, P(None, "t"), True),
     "words of each device, no multiple of 16": ((AxisType.Explicit,), 48, P(None, "t"), False),
     "partly manual": ((AxisType.Auto, AxisType.Auto), 64, P(), False),

@@ -1,7 +1,8 @@
-"""Gated activations that dropout follows, so that no product can take them: one pass each way.
+"""Dropout: gated activations before it are one pass, and attention around it has a reason to stay.
 
-`activation(gate) · up` keeps gate and up alone for its backward, in place of what its derivative
-reads of each equation.
+No product can take a gated activation that dropout follows. Alone, `activation(gate) · up` is one
+pass each way, and keeps gate and up for its backward in place of what each equation's derivative
+reads.
 """
 
 import dataclasses
@@ -14,11 +15,16 @@ from jax import Array
 from ...native.implementation import choose
 from ..dense.epilogue import finish, finish_natively, scalar_of
 from .activations import Activations
-from .probabilities import is_random
 from .program import Equation, Program
+from .scores import ScoreForms
 from .sites import Site, called
 
 _OP = "gated_product"
+_CHANGING = "mul", "div", "select_n", "add", "sub"
+_RANDOM = "random_bits", "rng_bit_generator", "threefry2x32"
+
+
+# ---------------------------------------------------------------- gated activations
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,3 +101,60 @@ def found(program: Program, activations: Activations) -> Iterator[Site]:
                 site := _site(program, activations, equation)
             ):
                 yield site
+
+
+# ---------------------------------------------------------------- attention
+
+
+def changed(forms: ScoreForms) -> Iterator[tuple[int, str]]:
+    """Yields probabilities that reach a product as something else, and what changes them."""
+    g = forms.program
+    done = {form.base.dot for form in forms.of.values() if form.is_attention}
+    for v, form in forms.of.items():
+        terms = [*form.terms]
+        if not form.soft or len(terms) != 1 or form.base.dot in done or v not in g.readers:
+            continue
+        ((term, factor),) = terms
+        if factor != -1 or term.kind != "lse" or term.base != form.base:
+            continue
+        operands = zip(form.base.dot.ins, forms.sides[form.base.dot])
+        roots = [forms.peel(u, dims)[0] for u, dims in operands]
+        if any(u not in g.maker and g.avals[u].ndim <= 2 for u in roots):
+            continue  # logits of a kernel, or a router's
+        if (why := _before_a_product(g, v)) is not None:
+            done.add(form.base.dot)
+            yield v, f"its probabilities are changed ({why})"
+
+
+def _before_a_product(program: Program, v: int) -> str | None:
+    """Returns what changes a value before a product reads it; None if none does."""
+    names, seen, stack = {}, {v}, [v]
+    size, reached = program.avals[v].size, False
+    while stack:
+        for reader in program.readers.get(stack.pop(), ()):
+            reached |= reader.name == "dot_general"
+            names[reader.name] = reader
+            for out in reader.outs:
+                if out not in seen and program.avals[out].size == size:
+                    seen.add(out)
+                    stack.append(out)
+    if not reached:
+        return None
+    selects = [e.ins[0] for name, e in names.items() if name == "select_n"]
+    random = any(program.maker.get(u) and is_random(program, u) for u in selects)
+    if random:
+        return "dropout"
+    return ", ".join(name for name in names if name in _CHANGING) or None
+
+
+def is_random(program: Program, v: int) -> bool:
+    """Returns whether a value is made of random numbers."""
+    stack, seen = [v], set()
+    while stack:
+        made = program.maker.get(stack.pop())
+        if made is not None and made not in seen:
+            if made.name in _RANDOM:
+                return True
+            seen.add(made)
+            stack += made.ins
+    return False
