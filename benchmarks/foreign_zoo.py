@@ -140,15 +140,45 @@ Batch = tuple[Any, Any]  # inputs of the model, and what it should predict
 
 
 def words(rows: int, length: int, vocabulary: int) -> Batch:
-    """Random tokens, and the one after each."""
-    tokens = jax.random.randint(jax.random.key(2), (rows, length + 1), 0, vocabulary)
+    """Tokens as frequent as a text's words, by Zipf's law, and the one after each."""
+    share = 1 / jnp.arange(1, vocabulary + 1)
+    tokens = jax.random.choice(
+        jax.random.key(2), vocabulary, (rows, length + 1), p=share / share.sum()
+    )
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def masked_words(rows: int, length: int, vocabulary: int) -> Batch:
+    """Tokens of texts of some length, 0 after it, and those of one place in seven to predict."""
+    tokens = 1 + words(rows, length, vocabulary - 1)[0]
+    lengths = jax.random.randint(jax.random.key(3), (rows, 1), length // 4, length + 1)
+    tokens = jnp.where(jnp.arange(length) < lengths, tokens, 0)
+    return tokens, jnp.where(jnp.arange(length) % 7 == 3, tokens, 0)
+
+
+def text_pairs(rows: int, length: int, vocabulary: int) -> Batch:
+    """Padded texts with others of a quarter of the length, and the tokens of these."""
+    other, labels = words(rows, length // 4, vocabulary)
+    return (masked_words(rows, length, vocabulary)[0], other), labels
+
+
+def spoken(rows: int, length: int, vocabulary: int) -> Batch:
+    """Two frames of a spectrogram for each token of the encoder, and the words of a text."""
+    tokens, labels = words(rows, 448, vocabulary)
+    return (jax.random.normal(jax.random.key(3), (rows, 80, 2 * length)), tokens), labels
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean over tokens, by optax, in float32."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
     return jnp.mean(losses)
+
+
+def masked_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """That of Hugging Face's `run_mlm_flax.py` and `run_t5_mlm_flax.py`, of labels above 0."""
+    hot = jax.nn.one_hot(labels, logits.shape[-1])
+    losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), hot) * (labels > 0)
+    return losses.sum() / (labels > 0).sum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,12 +306,29 @@ def easylm_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return module.cross_entropy_loss_and_accuracy(logits, labels)[0]
 
 
-def flax_gpt2(**sizes: Any) -> Model:
-    """GPT-2 large of Hugging Face."""
-    module = imported("transformers.models.gpt2.modeling_flax_gpt2")
-    config = imported("transformers").GPT2Config(**GPT2 | sizes)
-    model = module.FlaxGPT2LMHeadModule(config, dtype=jnp.bfloat16)
-    return Model(model, lambda m, x: m(x, jnp.ones_like(x), positions(x)).logits)
+def hugging_face(kind: str, head: str, call: Callable[..., Any], **sizes: Any) -> Model:
+    module = imported(f"transformers.models.{kind.lower()}.modeling_flax_{kind.lower()}")
+    config = getattr(imported("transformers"), f"{kind}Config")(**sizes)
+    model = getattr(module, f"Flax{kind}{head}Module")(config, dtype=jnp.bfloat16)
+    return Model(model, lambda m, x: call(m, x).logits)
+
+
+def gpt2_call(model: Any, x: jax.Array, **options: Any) -> Any:
+    return model(x, jnp.ones_like(x), positions(x), **options)
+
+
+def bert_call(model: Any, x: jax.Array, **options: Any) -> Any:
+    return model(x, x > 0, jnp.zeros_like(x), positions(x), None, **options)
+
+
+def t5_call(model: Any, inputs: Any, **options: Any) -> Any:
+    x, y = inputs
+    return model(x, x > 0, y, jnp.ones_like(y), **options)
+
+
+def whisper_call(model: Any, inputs: Any) -> Any:
+    x, y = inputs
+    return model(x, y, jnp.ones_like(y), positions(y))
 
 
 def one_hot_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -459,7 +506,15 @@ DANTINOX = {"num_blocks": 16, "dim": 2048, "n_heads": 16, "vocab_size": 50304}
 GEMMA = {"num_layers": 18, "num_embed": 256128, "embed_dim": 2048, "hidden_dim": 16384}
 GEMMA |= {"num_heads": 8, "head_dim": 256, "num_kv_heads": 1}
 GPT2 = {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024, "use_cache": False}
-GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+BERT |= {"intermediate_size": 4096, "vocab_size": 30522}
+T5 = {"d_model": 1024, "d_ff": 2816, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16}
+T5 |= {"vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+WHISPER = {"d_model": 1024, "encoder_layers": 24, "decoder_layers": 24, "vocab_size": 51865}
+WHISPER |= {"encoder_attention_heads": 16, "decoder_attention_heads": 16}
+WHISPER |= {"encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096}
+
 T5X = {"vocab_size": 32000, "dtype": jnp.bfloat16, "emb_dim": 2048, "num_heads": 16}
 T5X |= {"num_layers": 16, "head_dim": 128, "mlp_dim": 5504, "dropout_rate": 0.0}
 T5X |= {"mlp_activations": ("gelu", "linear")}
@@ -472,77 +527,56 @@ MAXTEXT |= {"micro_batch_size_to_train_on": 4, "using_pipeline_parallelism": Fal
 DIT = {"patch_size": 2, "hidden_size": 1152, "depth": 28, "num_heads": 16, "mlp_ratio": 4}
 DIT |= {"out_channels": 4, "class_dropout_prob": 0.1, "num_classes": 1000}
 
+
+dropping = functools.partial(functools.partial, deterministic=False)  # of a call
+
 MODELS = {
     "eqx-zoo Llama 3.2 1B (Equinox)": Case(
-        lambda **sizes: eqx_zoo("LlamaForCausalLM", **LLAMA | sizes),
-        "num_hidden_layers",
-        "vocab_size",
-        classes=128256,
+        functools.partial(eqx_zoo, "LlamaForCausalLM", **LLAMA),
+        *("num_hidden_layers", "vocab_size", "", 128256),
         cast=True,
     ),
-    "Tunix Qwen3 1.7B (nnx)": Case(tunix_qwen3, "num_layers", "vocab_size", classes=151936),
+    "Tunix Qwen3 1.7B (nnx)": Case(tunix_qwen3, "num_layers", "vocab_size", "", 151936),
     "DantinoX decoder 1.2B (nnx)": Case(
-        bfloat16_dantinox, "num_blocks", "vocab_size", "max_context", classes=50304, cast=True
+        bfloat16_dantinox, "num_blocks", "vocab_size", "max_context", 50304, cast=True
     ),
     "gemma-llm Gemma 2B (Linen)": Case(
-        lambda **sizes: gemma_linen(**GEMMA | sizes),
-        "num_layers",
-        "num_embed",
-        classes=256128,
-        rows=2,
-        cast=True,
+        functools.partial(gemma_linen, **GEMMA), "num_layers", "num_embed", "", 256128, 2, cast=True
     ),
     "EasyLM Llama .94B (Linen)": Case(
-        easylm_llama, "num_hidden_layers", "vocab_size", classes=32000, loss=easylm_loss
+        easylm_llama, "num_hidden_layers", "vocab_size", "", 32000, loss=easylm_loss
     ),
-    "Hugging Face GPT-2 .77B (Linen)": Case(
-        flax_gpt2,
-        "n_layer",
-        "vocab_size",
-        classes=50257,
-        rows=8,
-        seq=1024,
-        loss=one_hot_cross_entropy,
-    ),
-    "T5X decoder .94B (Linen)": Case(t5x_decoder, "num_layers", "vocab_size", classes=32000),
+    "T5X decoder .94B (Linen)": Case(t5x_decoder, "num_layers", "vocab_size", "", 32000),
     "Levanter Llama .94B (Equinox)": levanter_case("VANILLA"),
     "Levanter Llama .94B, its flash attention (Equinox)": levanter_case("JAX_FLASH"),
     "MaxText's layers, Llama .94B (nnx)": Case(
         lambda **sizes: Model(MaxText(**sizes), lambda m, inputs: m(*inputs)),
-        "num_decoder_layers",
-        "vocab_size",
-        "max_target_length",
-        classes=32000,
+        *("num_decoder_layers", "vocab_size", "max_target_length", 32000),
         batch=packed,
     ),
     "DiT-XL/2 .68B (Linen)": Case(
-        dit,
-        "depth",
-        "num_classes",
-        classes=1000,
-        rows=32,
-        seq=256,
-        batch=latents,
-        loss=squared_error,
+        dit, "depth", "num_classes", "", 1000, 32, 256, batch=latents, loss=squared_error
     ),
     "big_vision ViT-L/16 .32B (Linen)": Case(
-        vit,
-        "depth",
-        "num_classes",
-        classes=21843,
-        rows=64,
-        seq=196,
-        batch=images,
-        loss=sigmoid_loss,
+        vit, "depth", "num_classes", "", 21843, 64, 196, batch=images, loss=sigmoid_loss
     ),
     "openpi PaliGemma, π0 3.2B (nnx)": Case(
-        pi0,
-        "layers",
-        "vocabulary",
-        classes=257152,
-        rows=8,
-        seq=867,
-        batch=observations,
-        loss=computed,
+        pi0, "layers", "vocabulary", "", 257152, 8, 867, batch=observations, loss=computed
     ),
 }
+
+GPT2_LM = "GPT2", "LMHead", "n_layer", words, one_hot_cross_entropy
+BERT_LM = "Bert", "ForMaskedLM", "num_hidden_layers", masked_words, masked_cross_entropy
+T5_LM = "T5", "ForConditionalGeneration", "num_layers", text_pairs, masked_cross_entropy
+WHISPER_LM = "Whisper", "ForConditionalGeneration", "encoder_layers", spoken, one_hot_cross_entropy
+for name, (kind, head, layers, batch, loss), call, sizes, classes, rows, seq in (
+    ("GPT-2 .77B", GPT2_LM, gpt2_call, GPT2 | UNDROPPED, 50257, 8, 1024),
+    ("GPT-2 .77B, its dropout", GPT2_LM, dropping(gpt2_call), GPT2, 50257, 8, 1024),
+    ("BERT-large .34B", BERT_LM, bert_call, BERT, 30522, 32, 512),
+    ("BERT-large .34B, its dropout", BERT_LM, dropping(bert_call), BERT, 30522, 32, 512),
+    ("T5 v1.1 large .78B, its dropout", T5_LM, dropping(t5_call), T5, 32128, 16, 512),
+    ("Whisper medium .76B", WHISPER_LM, whisper_call, WHISPER, 51865, 16, 1500),
+):
+    make = functools.partial(hugging_face, kind, head, call, **sizes)
+    case = Case(make, layers, "vocab_size", "", classes, rows, seq, batch=batch, loss=loss)
+    MODELS[f"Hugging Face {name} (Linen)"] = case

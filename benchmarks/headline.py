@@ -57,12 +57,10 @@ def table() -> str:
     few = norm("backward", 64, 4096, "small")
     mlp_fp8 = whole("norm + SwiGLU MLP 4096 -> 14336, 16384 tokens", "2026-11-24_h200_fp8")
     step_fp8 = whole("1b step in FP8", "2026-11-27_h200_step")
-    torchao = whole("1b step beside torchao", "2026-11-25_h200_step")
-    loss = whole("loss 16384 x 2048 -> 128256", "2026-11-23_h200")
     rows = [
         (
             "RMSNorm, forward and backward, 32768 × 4096",
-            {"`nnx.RMSNorm`": both["nnx"], "TransformerEngine": both["TransformerEngine"]},
+            {"`nnx.RMSNorm`": both["nnx"]},
             both["normfuse"],
             "{:.0f} µs",
         ),
@@ -85,18 +83,6 @@ def table() -> str:
             "Training step in FP8, 1.24 billion parameters, 16384 tokens",
             {"ours, bfloat16": step_fp8["normfuse in bfloat16"]},
             step_fp8["normfuse"],
-            "{:.1f} ms",
-        ),
-        (
-            "The same before its loss was in FP8, beside torchao",
-            {"torchao's FP8 and `torch.compile`": torchao["torchao"]},
-            torchao["normfuse"],
-            "{:.1f} ms",
-        ),
-        (
-            "Loss of 16384 tokens, 2048 → 128256, and its gradients",
-            {"plain jnp": loss["plain jnp"], "Liger": loss["Liger"]},
-            loss["normfuse"],
             "{:.1f} ms",
         ),
     ]

@@ -15,9 +15,9 @@ except ModuleNotFoundError as error:
 
 from ..native.implementation import Implementation
 from . import modules
+from .core.activations import Activation
 from .core.arguments import Quantization, options_of, unserved
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation
 from .fuse.model import missing
 from .fuse.model import swap as swap
 from .norm import layer_norm, rms_norm

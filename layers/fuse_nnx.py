@@ -158,7 +158,7 @@ def _held(modules: Any) -> tuple[Any, list[Any]]:
 
 
 def _same(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
-    """Whether a call has left modules as they were."""
+    """Tells if a call has left modules as they were."""
     (graph, leaves), (graph_after, leaves_after) = before, after
     return graph == graph_after and all(map(operator.is_, leaves, leaves_after))
 

@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
 
 from ..native.implementation import Implementation
 from . import modules
+from .core.activations import Activation
 from .core.arguments import (
     Quantization,
     dimensions_of,
@@ -27,7 +28,6 @@ from .core.arguments import (
     unserved_of_flax,
 )
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation
 from .dense.gated import mlp as gated_mlp
 from .fuse.model import missing
 from .fuse.model import swap as swap

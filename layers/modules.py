@@ -10,9 +10,10 @@ import jax
 from jax import Array
 
 from ..native.implementation import Implementation, choose, report, requested
+from .core.activations import Activation, resolve
 from .core.arguments import Quantization, check_quantization, options_of
 from .core.op import placed
-from .dense.epilogue import Activation, finish, resolve
+from .dense.epilogue import finish
 from .dense.gated import apply_product
 from .dense.gated import mlp as apply_mlp
 

@@ -18,6 +18,7 @@ from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
 from .accumulate_nnx import accumulate_gradients as accumulate_gradients
+from .core.activations import Activation
 from .core.arguments import (
     Quantization,
     dimensions_of,
@@ -26,7 +27,6 @@ from .core.arguments import (
     unserved_of_flax,
 )
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation
 from .fuse.model import missing
 from .fuse.model import swap as swap
 from .fuse_nnx import compare as compare

@@ -300,7 +300,7 @@ def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding, words:
     """The table's rows, rounded before they move between devices, not after.
 
     In bfloat16 the table's pieces (FSDP) and the sum over the vocabulary's parts then take half the
-    bytes. The gradient sums a token's occurrences in the table's own dtype.
+    bytes. The gradient sums a token's occurrences in float32 (float64), and is the table's dtype.
     """
     parts, every = constrain(table.astype(dtype), words), _without(sharding, words)
     x = jnp.take(parts, constrain(tokens, every.tokens), axis=0, mode="clip")
@@ -329,8 +329,9 @@ def _look_up_backward(
     tokens, table = residuals
     every = _without(sharding, words)
     tokens, dx = constrain(tokens, every.tokens), constrain(dx, every.block_input)
-    zeros = constrain(jnp.zeros(table.shape, table.dtype), words)
-    return None, constrain(zeros.at[tokens].add(dx.astype(table.dtype), mode="drop"), words)
+    zeros = constrain(jnp.zeros(table.shape, compute_dtype(table.dtype)), words)
+    sums = zeros.at[tokens].add(dx.astype(zeros.dtype), mode="drop")
+    return None, constrain(sums.astype(table.dtype), words)
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -48,7 +48,7 @@ except ImportError:  # what a function under `fuse` writes into its closure is t
 
 
 def is_of_this_trace(x: Any) -> bool:
-    """Whether a tracer belongs to the trace that is going on now."""
+    """Returns whether a tracer belongs to the trace that is going on now."""
     return _trace_ctx is not None and getattr(x, "_trace", None) is _trace_ctx.trace
 
 

@@ -7,6 +7,8 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 JIT = "jit", "pjit"
 REMAT = "remat2", "checkpoint"
 """The names of an equation that calls a jitted function, and a rematerialised one."""
@@ -87,6 +89,37 @@ def inner(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs among an equation's parameters."""
     for _, _, body in bodies(eqn):
         yield getattr(body, "jaxpr", body)
+
+
+def rebuilt(
+    eqn: Any, given: list[Any], runs: Mapping[tuple[str, int], Callable[[Sequence[Any]], list[Any]]]
+) -> list[Any]:
+    """Returns the results of an equation, some of whose bodies other functions compute.
+
+    `runs` has these by parameter and place, as `bodies` names them.
+    """
+    if not runs:
+        return results_of(eqn, given)
+    name, params = name_of(eqn), dict(params_of(eqn))
+    if name == "shard_map":
+        options = {key: params[key] for key in ("mesh", "check_vma")}
+        options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
+        options |= {"axis_names": set(params["newly_manual_axes"])}
+        (run,) = runs.values()
+        return list(jax.shard_map(lambda *args: tuple(run(args)), **options)(*given))
+    if name in REMAT and not params["differentiated"]:
+        options = {key: params[key] for key in ("prevent_cse", "policy")}
+        (run,) = runs.values()
+        return jax.checkpoint(lambda *args: run(args), **options)(*given)
+    for key, i, body in bodies(eqn):
+        if (key, i) not in runs:
+            continue
+        operands = [v.aval for v in getattr(body, "jaxpr", body).invars]
+        again = jax.make_jaxpr(lambda *args, run=runs[key, i]: run(args))(*operands)
+        again = again if hasattr(body, "consts") else again.jaxpr
+        one = params[key]
+        params[key] = (*one[:i], again, *one[i + 1 :]) if isinstance(one, tuple) else again
+    return results_of(eqn.replace(params=params), given)
 
 
 def line_of(eqn: Any) -> str:

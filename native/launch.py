@@ -72,7 +72,7 @@ def launch(
         aliases=aliases,
         image=np.frombuffer(image.data, np.uint8),
         digest=image.digest,
-        dtypes=signature(*([a.dtype.name for a in some] for some in (operands, results))),
+        dtypes=signature([a.dtype.name for a in operands], [a.dtype.name for a in results]),
         elements=np.array([math.prod(a.shape) for a in (*operands, *results)], np.int64),
         kernel=kernel,
         grid=_three(grid),
@@ -189,7 +189,7 @@ class Target:
 
     @property
     def portable(self) -> bool:
-        """Whether the image is PTX, which the driver finishes for the device it finds."""
+        """True for PTX, which the driver finishes for the device it finds."""
         return self.arch.startswith("compute_")
 
     @property
@@ -208,7 +208,7 @@ class Target:
 
     @property
     def clusters(self) -> bool:
-        """Whether blocks can form clusters and read each other's shared memory."""
+        """True where blocks can form clusters and read each other's shared memory."""
         return self.capability >= 90
 
 

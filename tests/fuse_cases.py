@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -14,20 +13,19 @@ from jax.extend.core import jaxpr_as_fun
 
 import normfuse
 
-DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing", "codes"
+DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing", "lookup", "codes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A function with its arguments, and how many sites of each domain `fuse` must serve.
 
-    `make` returns the function and its arguments. `length` bounds the number of terms of a sum.
+    `make` returns the function and its arguments.
     """
 
     name: str
     make: Callable
     expected: dict
-    length: int = 64
     low: bool = False  # compare in bfloat16, too
     options: dict = dataclasses.field(default_factory=dict)
 
@@ -35,9 +33,9 @@ class Case:
 class Cases(list):
     """A table of cases; an instance decorates the functions that make them."""
 
-    def __call__(self, name=None, make=None, *, length=64, low=False, options=None, **expected):
+    def __call__(self, name=None, make=None, *, low=False, options=None, **expected):
         def add(make):
-            self.append(Case(name or make.__name__, make, expected, length, low, options or {}))
+            self.append(Case(name or make.__name__, make, expected, low, options or {}))
             return make
 
         return add if make is None else add(make)
@@ -58,9 +56,29 @@ def draws(*shapes, scale=1.0):
     return [draw(i, *shape, scale=scale) for i, shape in enumerate(shapes)]
 
 
+def rms(x, scale):
+    """An RMSNorm, as people write it."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def attend(
+    change=lambda s: s,
+    weights=jax.nn.softmax,
+    scores="...td,...sd->...ts",
+    values="...ts,...sd->...td",
+    scale=0.35,
+):
+    """Attention by two einsums; `change` masks the scores."""
+
+    def attention(q, k, v):
+        return jnp.einsum(values, weights(change(jnp.einsum(scores, q, k) * scale)), v)
+
+    return attention
+
+
 @contextlib.contextmanager
 def quiet():
-    """Where nothing may be served: `fuse` warns about that, and another test checks the warning."""
+    """Silences the warning that nothing was served, which another test checks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"normfuse|fuse_cases")
         warnings.filterwarnings("ignore", message=r"(?s).*normfuse")
@@ -86,16 +104,19 @@ class Fused:
 
     def served(self) -> dict:
         """How many sites of each domain are served, in the last trace."""
-        found = Counter()
-        for row in self.rows:
-            assert isinstance(row.served, str) and isinstance(row.reason, str), row
-            assert bool(row.served) != bool(row.reason), row
-            if row.served:
-                found[domain(row)] += getattr(row, "count", 1)
-        return dict(found)
+        assert self.reports, "the function was not traced"
+        return served(self.reports[-1])
 
     def __str__(self):
         return str(self.reports[-1]) if self.reports else "not traced"
+
+
+def served(report) -> dict:
+    """How many sites of each domain are served; each row says by what, or why not."""
+    for row in report.rows:
+        assert isinstance(row.served, str) and isinstance(row.reason, str), row
+        assert bool(row.served) != bool(row.reason), row
+    return dict(Counter(domain(row) for row in report.rows if row.served))
 
 
 def domain(row) -> str:
@@ -198,7 +219,7 @@ def errors(got, want, floor=0.0):
 
 
 def floor_of(arrays, part=0.1):
-    """What counts as nothing beside rounding: a part of the largest of all arrays together.
+    """Returns what counts as nothing beside rounding: a part of the largest of all arrays together.
 
     A gradient that is zero in exact arithmetic is what rounding leaves of numbers of that size.
     """
@@ -263,33 +284,17 @@ def check_low(got, want, exact):
     check_types(got, want)
 
 
-def compare(
-    function, args, *, length=64, low=False, jit=True, rounding=None, strict=True, **options
-):
+def compare(function, args, *, low=False, jit=True, rounding=None, strict=True, **options):
     """Compares `fuse(function)` with the function; returns the sites served in float32."""
     fused = Fused(function, **options)
     found = run(function if jit else traced(function), fused, args=args, low=low, jit=jit)
-    served = [*map(_served, fused.reports)]
+    sites = [*map(served, fused.reports)]
     try:
         want, got = found["float32"]
-        check(got, want, function, args, rounding or tolerance(length), strict)
+        check(got, want, function, args, rounding or tolerance(64), strict)
         if low:
             check_low(found["bfloat16"][1], found["bfloat16"][0], want)
     except AssertionError as error:
         error.add_note(str(fused))
         raise
-    return served[0] if served else {}, fused
-
-
-def _served(report):
-    found = Counter()
-    for row in report.rows:
-        if row.served:
-            found[domain(row)] += getattr(row, "count", 1)
-    return dict(found)
-
-
-@functools.cache
-def serves() -> bool:
-    """Whether this installation has `fuse`."""
-    return hasattr(normfuse, "fuse")
+    return sites[0] if sites else {}, fused

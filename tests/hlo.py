@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: our kernels, and every collective's bytes."""
+"""Reads what a compiled program does from its text: our kernels, and every collective's bytes."""
 
 import collections
 import dataclasses
@@ -11,6 +11,7 @@ _COLLECTIVE = re.compile(
     r"= (?P<type>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|"
     r"ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\("
 )
+_INTERPRETED = re.compile(r'op_name="[^"]*/pallas_(rms_norm|layer_norm|dense)')
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 
 
@@ -35,6 +36,13 @@ def calls(compiled, prefix: str = "(rms_|layer_)?norm_") -> dict[str, int]:
     """
     found = collections.Counter(name for name, _ in _kernels(compiled))
     return {re.sub(f"^{prefix}", "", name): count for name, count in sorted(found.items())}
+
+
+def served(compiled) -> str:
+    """The implementation that a compiled program runs."""
+    if calls(compiled):
+        return "native"
+    return "pallas" if _INTERPRETED.search(text(compiled)) else "plain HLO"
 
 
 def runs(compiled, prefix: str) -> dict[tuple[str, str], int]:

@@ -1,7 +1,6 @@
 """The norms and their derivatives in float64 numpy, and how far from them a computation may be.
 
-The formulas are written for the normalised row x̂ = x · rstd, and take complex arrays, so that a
-derivative of any of them is the imaginary part of a complex step: exact to float64.
+The formulas are written for the normalised row x̂ = x · rstd.
 """
 
 import dataclasses
@@ -66,9 +65,8 @@ def assert_close(actual, expected: Expected, compute="float32", slack: float = 1
 
 
 def wide(array) -> Array:
-    """float64, or complex as it is."""
-    array = np.asarray(array)
-    return array if np.iscomplexobj(array) else array.astype(np.float64)
+    """The array in float64."""
+    return np.asarray(array).astype(np.float64)
 
 
 def dims(x: Array, axes: int | Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -131,11 +129,6 @@ def pull(dy, x, scale, dh=None, *, eps=1e-6, axes=-1, scale_offset=0.0) -> tuple
 
 def _weight(scale, offset, rows):
     return np.ones(()) if scale is None else np.expand_dims(wide(scale) + offset, rows)
-
-
-def complex_step(fn: Callable[[Array], Array], at, direction) -> Array:
-    """The derivative of analytic `fn` along `direction`, without cancellation."""
-    return fn(wide(at) + 1e-30j * wide(direction)).imag / 1e-30
 
 
 # ---------------------------------------------------------------- expectations

@@ -85,7 +85,7 @@ class Case:
 
     @property
     def h(self):
-        """What is normalised."""
+        """The array that is normalised."""
         return reference.add(*self.args[:2]) if self.has_residual else self.args[0]
 
     def replace(self, **changes) -> "Case":
@@ -115,7 +115,7 @@ class Case:
         return {**kept, "axes": self.axes}
 
     def values(self) -> list[Expected]:
-        """What the op returns."""
+        """The results of the op."""
         if "layer_norm" in self.op:
             y = reference.layer_forward(self.h, self.scale, self.bias, **self._options)
             return [y, Expected(reference.wide(self.h), np.zeros(()))][: 1 + self.has_residual]
@@ -126,7 +126,7 @@ class Case:
         return [y, rstd] if self.op == "rms_norm_with_rstd" else [y]
 
     def gradients(self) -> list[Expected]:
-        """What `grad` returns."""
+        """The results of `grad`."""
         dh = self.cts[1] if self.has_residual else None
         if "layer_norm" in self.op:
             found = self.cts[0], self.h, self.scale, dh
@@ -192,17 +192,8 @@ class Batch:
     """
 
     def __init__(self, op, in_axes, size=3, **options):
-        self._stack([Case(op, seed=i, **options) for i in range(size)], in_axes)
-
-    @classmethod
-    def of(cls, examples: "list[Case]", in_axes) -> "Batch":
-        """These cases; of what is not mapped over, the first's."""
-        self = cls.__new__(cls)
-        self._stack(examples, in_axes)
-        return self
-
-    def _stack(self, examples, in_axes):
-        self.examples, self.in_axes = examples, tuple(in_axes)
+        self.examples = [Case(op, seed=i, **options) for i in range(size)]
+        self.in_axes = tuple(in_axes)
         self.share(self, in_axes)
 
     def share(self, other: "Batch", in_axes) -> None:
@@ -265,21 +256,28 @@ def put(mesh, case, spec, scale=REPLICATED) -> tuple[list[jax.Array], list[jax.A
     ]
 
 
-def both(case: Case, **options):
-    """The op and its pullback as one compiled function of (operands, cotangents)."""
+def both(*cases: Case, **options):
+    """The ops and their pullbacks as one compiled function of each one's (operands, cotangents)."""
 
     @jax.jit
-    def run(args, cts):
-        out, pullback = jax.vjp(lambda *args: case(*args, **options), *args)
-        return out, pullback(cts)
+    def run(*given):
+        results = []
+        for case, (args, cts) in zip(cases, given, strict=True):
+            out, pullback = jax.vjp(functools.partial(case, **options), *args)
+            results.append((out, pullback(cts)))
+        return results
 
     return run
 
 
-def check_both(case: Case, **options):
-    out, grads = both(case, **options)(case.args, case.cts)
-    case.check(out, case.values())
-    case.check(grads, case.gradients())
+def check_both(*cases: Case, **options):
+    """Values, gradients and dtypes of these cases, in one program."""
+    found = both(*cases, **options)(*[(case.args, case.cts) for case in cases])
+    for case, (out, grads) in zip(cases, found):
+        case.check(out, case.values())
+        case.check(grads, case.gradients())
+        assert [g.dtype for g in grads] == [a.dtype for a in case.args]
+        assert out[0].dtype == case.cts[0].dtype
 
 
 # ---------------------------------------------------------------- tables

@@ -27,7 +27,7 @@ PHASES = {
     "stepping": (jax.stages.Compiled, "__call__", 3, 3),
     "evaluating": (Evaluator, "__call__", 2, 4),
     "saving": (Checkpoints, "save", 2, 4),
-    "restoring": (Checkpoints, "_item", 3, 0),  # the newest record, twice, then its arrays
+    "restoring": (Checkpoints, "_item", 1, 0),
 }
 
 

@@ -46,7 +46,7 @@ def entered(run: Callable[[], object]) -> list[str]:
 
 
 def journeys() -> dict[str, list[str]]:
-    """What a first lowering for a GPU enters; no GPU is needed."""
+    """Files that a first lowering for a GPU enters; no GPU is needed."""
     os.environ["NORMFUSE_CUDA_ARCH"] = "sm_90"
     import jax
     import jax.numpy as jnp
@@ -177,6 +177,16 @@ def openings(suffixes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                 if word and not (_ASIDE.match(comment) or alone and above == (row - 1, column)):
                     yield word[0].lower(), f"{path.relative_to(CHECKOUT)}: {comment}"
                 above = (row, column) if alone else None
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yields (first word, place) of each docstring of the package."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path in [ROOT / "__init__.py", *MODULES]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                word = re.search(r"\w+|$", text)[0].lower()
+                yield word, f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
 
 
 def main() -> None:

@@ -17,15 +17,14 @@ _HEAD = """\
 # Where normfuse runs natively
 
 What serves `rms_norm` in each context of JAX, mostly with a residual, whose op has most operands
-and results. Every row is a test that compares values and gradients with a float64 reference and
-counts the kernels in the compiled program; the first section has the other operations too.
+and results; the other operations share what makes an operation of kernels (`layers/core/op.py`).
+Every row is a test that compares values and gradients with a float64 reference and counts the
+kernels in the compiled program. Of a context it tests derivatives of it, and it of derivatives.
 
 - **native**: normfuse's kernels compute each device's share, forward and backward.
 - **native + plain**: kernels, and plain HLO for what is plain HLO by definition: tangents, higher
   derivatives, and the parts of `vmap` that belong to each example's own parameters.
 - **pallas**: Pallas kernels, interpreted on CPUs.
-- **native or pallas or xla**: each of them, as `implementation=` asks; `dense` by the
-  last two, by Pallas on one device.
 - **plain HLO**: correct, but computed by XLA alone; `implementation="native"` raises
   `NotImplementedError` here and names the alternative.
 - **refused**: raises an error; see the notes below.
@@ -34,9 +33,12 @@ counts the kernels in the compiled program; the first section has the other oper
 """
 
 
-def record(request: pytest.FixtureRequest, outcome: str, note: str = "") -> None:
-    """Records the implementation that served this test's context."""
-    request.node.user_properties.append(("support", (outcome, note)))
+def record(
+    request: pytest.FixtureRequest, outcome: str, note: str = "", title: str | None = None
+) -> None:
+    """Records the implementation that served this test's context, which its docstring names."""
+    title = title or _title(request.function.__doc__)
+    request.node.user_properties.append(("support", (title, outcome, note)))
 
 
 def pytest_addoption(parser):
@@ -56,8 +58,9 @@ def pytest_runtest_makereport(item, call):
         return
     for name, value in item.user_properties:
         if name == "support":
-            key = (_title(item.module.__doc__), _title(item.function.__doc__ or item.name))
-            item.config.stash[_ROWS].setdefault(key, []).append(value)
+            title, *served = value
+            key = (_title(item.module.__doc__), title)
+            item.config.stash[_ROWS].setdefault(key, []).append(served)
 
 
 def pytest_sessionfinish(session):

@@ -12,15 +12,13 @@ another step's (a lost or misdirected write), or changed between the computation
 import asyncio
 import contextlib
 import json
-import logging
 import re
 import shutil
-import sys
-import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 
 from ..models.functional import Params
-from . import RunError, UsageError, distributed
+from . import RunError, distributed
 from .arguments import reason
 from .run_dir import is_step
 from .step import State
@@ -47,7 +45,6 @@ class Checkpoints:
     def __init__(
         self, folder: Path, *, report: Callable[[str], None], keep: int | None = None
     ) -> None:
-        _filter_logs()
         self.folder = folder.absolute()
         self._report = report
         self._closed = False
@@ -72,7 +69,8 @@ class Checkpoints:
         Raises:
           Damaged: it cannot be read or does not hold the data written to it.
         """
-        restored = self._read(step, record=ocp.args.JsonRestore())["record"]
+        file = self.folder / str(step) / "record" / "metadata"
+        restored = self._agreed(lambda: json.loads(file.read_bytes()))
         if not isinstance(restored, dict) or restored.pop("crc32", None) != _crc32(restored):
             raise Damaged("its record does not have the checksum it was saved with")
         if restored.get("step") != step:
@@ -96,7 +94,7 @@ class Checkpoints:
         if step == self._saved:
             return
         sums = {path: int(value) for path, value in checksums(_items(state)).items()}
-        record = record | {"step": step, "checksums": sums, "arrays": _described(state)}
+        record = record | {"step": step, "checksums": sums}
         items = ocp.args.Composite(
             **{name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()},
             record=ocp.args.JsonSave(record | {"crc32": _crc32(record)}),
@@ -124,36 +122,42 @@ class Checkpoints:
         Returns: the state and its record.
         Raises:
           RunError: there is none.
-          UsageError: its arrays are not those of `abstract`.
         """
-        return self._newest_whole(lambda step: self._restore(step, abstract))
+
+        def read(step: int) -> tuple[State, dict[str, Any]]:
+            record = self.record(step)
+            items = self._read(step, **_items(abstract))
+            state = State(params=items["params"], **items["rest"])
+            _verify(checksums(_items(state)), record)
+            return state, record
+
+        damaged, restored = self._newest_whole(read)
+        self._move_aside(damaged)
+        self._saved = restored[1]["step"]
+        return restored
 
     def restore_params(self, abstract: Params) -> Params:
         """Restores only the parameters of the newest undamaged checkpoint; RunError for none."""
 
-        def one(step: int) -> Params:
-            params = self._read(step, params=ocp.args.StandardRestore(abstract))["params"]
+        def read(step: int) -> Params:
+            params = self._read(step, params=abstract)["params"]
             _verify(checksums({"params": params}), self.record(step))
             return params
 
-        return self._newest_whole(one, move=False)
+        return self._newest_whole(read)[1]
 
-    def _newest_whole(self, read: Callable[[int], Any], move: bool = True) -> Any:
+    def _newest_whole(self, read: Callable[[int], Any]) -> tuple[list[int], Any]:
+        """Returns the damaged steps, and what `read` does of the newest step that is whole."""
         damaged = []
         complete = self.steps()
         for step in sorted({*complete, *self._numbered()}, reverse=True):
             try:
                 if step not in complete:
                     raise Damaged("it is not complete")
-                found = read(step)
+                return damaged, read(step)
             except Damaged as damage:
                 self._report(f"checkpoint of step {step} is damaged and not used: {damage}")
                 damaged.append(step)
-                continue
-            if move:
-                self._move_aside(damaged)
-                self._saved = step
-            return found
         raise RunError(
             f"{self.folder} holds no undamaged checkpoint; damaged are steps {sorted(damaged)}. "
             "Start a new run in another --out-dir, or restore a copy."
@@ -163,34 +167,28 @@ class Checkpoints:
         """Returns the steps that have a folder, including those that orbax does not count."""
         return [int(path.name) for path in self.folder.iterdir() if is_step(path.name)]
 
-    def _restore(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
-        record = self.record(step)
-        _match(record["arrays"], _described(abstract))
-        wanted = _items(abstract).items()
-        items = self._read(step, **{n: ocp.args.StandardRestore(tree) for n, tree in wanted})
-        state = State(params=items["params"], **items["rest"])
-        _verify(checksums(_items(state)), record)
-        return state, record
+    def _read(self, step: int, **trees: Any) -> dict[str, Any]:
+        return self._agreed(lambda: {name: self._item(step, name, x) for name, x in trees.items()})
 
-    def _read(self, step: int, **items: Any) -> dict[str, Any]:
-        trouble, found = None, {}
-        with _finished_reads():
-            try:
-                found = {name: self._item(step, name, args) for name, args in items.items()}
-            except Exception as error:  # damaged bytes make orbax and TensorStore raise anything
-                trouble = _first_line(error)
+    def _item(self, step: int, name: str, abstract: Any) -> Any:
+        """Reads without orbax's barriers: a process that fails here would never reach them."""
+        folder: Any = self.folder / str(step) / name
+        with (
+            mock.patch.object(asyncio, "new_event_loop", _FinishingLoop),
+            contextlib.closing(ocp.StandardCheckpointHandler()) as handler,
+        ):
+            return handler.restore(folder, args=ocp.args.StandardRestore(abstract))
+
+    def _agreed(self, read: Callable[[], Any]) -> Any:
+        """Returns what `read` does; Damaged, on all processes, if it fails on any."""
+        trouble = value = None
+        try:
+            value = read()
+        except Exception as error:  # damaged bytes make orbax and TensorStore raise anything
+            trouble = _first_line(error)
         if distributed.anywhere(trouble is not None):
             raise Damaged(trouble or "another process could not read its part")
-        return found
-
-    def _item(self, step: int, name: str, args: Any) -> Any:
-        """Reads without orbax's barriers: a process that fails here would never reach them."""
-        if isinstance(args, ocp.args.JsonRestore):
-            handler: Any = ocp.JsonCheckpointHandler()
-        else:
-            handler = ocp.StandardCheckpointHandler()
-        with contextlib.closing(handler):
-            return handler.restore(self.folder / str(step) / name, args=args)
+        return value
 
     def _move_aside(self, steps: list[int]) -> None:
         """Frees the steps' names: orbax does not save a step that exists."""
@@ -271,25 +269,8 @@ def _leaves(items: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _described(state: State) -> dict[str, str]:
-    """Returns dtype and shape of every array under its path."""
-    return {path: f"{x.dtype}{list(x.shape)}" for path, x in _leaves(_items(state)).items()}
-
-
-def _match(saved: dict[str, str], wanted: dict[str, str]) -> None:
-    different = [path for path in {**saved, **wanted} if saved.get(path) != wanted.get(path)]
-    if different:
-        path = different[0]
-        more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
-        raise UsageError(
-            f"the checkpoint in --out-dir holds {path} as {saved.get(path, 'nothing')}, this run "
-            f"needs {wanted.get(path, 'nothing')}{more}: it belongs to another model, or another "
-            "version of normfuse wrote it."
-        )
-
-
-def _verify(found: dict[str, Array], record: dict[str, Any]) -> None:
-    for path, value in found.items():
+def _verify(sums: dict[str, Array], record: dict[str, Any]) -> None:
+    for path, value in sums.items():
         if int(value) != record["checksums"].get(path):
             raise Damaged(f"{path} does not have the checksum it was saved with")
 
@@ -307,55 +288,15 @@ def _first_line(error: Exception) -> str:
 
 
 class _FinishingLoop(asyncio.SelectorEventLoop):
-    """An event loop that finishes its tasks before it closes."""
+    """An event loop that finishes its tasks before it closes.
+
+    At its first error orbax 0.12 closes the event loop that it has made, while TensorStore still
+    reads other arrays. The threads of that would later call into Python for tasks that nobody
+    awaits: to print errors after the run's own, and even while the interpreter exits.
+    """
 
     def close(self) -> None:
         tasks = set() if self.is_closed() else asyncio.all_tasks(self)
         if tasks:
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()
-
-
-@contextlib.contextmanager
-def _finished_reads() -> Iterator[None]:
-    """Leaves no read of a checkpoint unfinished.
-
-    At its first error orbax 0.12 closes the event loop that it has made, while TensorStore still
-    reads other arrays. The threads of that would later call into Python for tasks that nobody
-    awaits: to print errors after the run's own, and even while the interpreter exits.
-    """
-    made = asyncio.new_event_loop
-    asyncio.new_event_loop = _FinishingLoop
-    try:
-        yield
-    finally:
-        asyncio.new_event_loop = made
-
-
-def _filter_logs() -> None:
-    """Drops, from now on, everything that follows a failed read or write except the exception.
-
-    That is orbax's own log of it; errors of other arrays of the same checkpoint, which asyncio logs
-    because orbax 0.12 awaits only the first; and callbacks of TensorStore that find their event
-    loop closed, which the interpreter's hooks print because nobody can catch them.
-    """
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    if _is_not_of_orbax in loggers[0].filters:
-        return
-    for logger in loggers:
-        logger.addFilter(_is_not_of_orbax)
-    unraisable, uncaught = sys.unraisablehook, sys.excepthook
-    closed = lambda e: isinstance(e, RuntimeError) and str(e) == "Event loop is closed"
-    sys.unraisablehook = lambda args: None if closed(args.exc_value) else unraisable(args)
-    sys.excepthook = lambda kind, error, trace: (
-        None if closed(error) else uncaught(kind, error, trace)
-    )
-
-
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    files = [record.pathname]
-    if record.name == "asyncio" and record.exc_info:
-        frames = traceback.extract_tb(record.exc_info[2])
-        # No Python raised one without a frame: TensorStore sets its futures from C++.
-        files += [frame.filename for frame in frames] or ["orbax"]
-    return not any("orbax" in file for file in files)

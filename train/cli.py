@@ -4,29 +4,25 @@ Nothing here imports JAX before the flags are read, nor packages of the extra `t
 command needs them.
 """
 
-import contextlib
 import dataclasses
-import difflib
 import io
 import itertools
 import os
-import resource
+import re
 import signal
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
+import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
 
 from ..models.config import Dtype
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
-from .config import TrainConfig, defaults, parsed
+from .config import TrainConfig, defaults, preset_config
 from .shutdown import StopRequest
-
-_TOKENS = 240  # tokens that `generate` adds by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Generate:
     ] = ()
     """Text to continue; may be repeated, and all are continued at once."""
     tokens: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint=f"(default: {_TOKENS}, or as fit)")
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 240, or as fit)")
     ] = None
     """Largest number of tokens to add."""
     samples: int = 1
@@ -86,8 +82,6 @@ class Report:
     """Folders of runs, their --out-dir."""
     html: Path = Path("report.html")
     """The page to write: one file that includes the plots."""
-    pictures: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
-    """Also write the plots as files to this folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,110 +109,69 @@ class Info:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheShow:
-    """List the cached kernels."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheClear:
-    """Remove all cached kernels."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Cache:
     """Show or clear the cache of compiled kernels."""
 
-    action: Annotated[
-        Annotated[CacheShow, subcommand("show", prefix_name=False)]
-        | Annotated[CacheClear, subcommand("clear", prefix_name=False)],
-        arg(name=""),
-    ] = CacheShow()
-
-
-_COMMANDS = ("train", "generate", "export", "report", "plan", "info", "cache")
+    action: Positional[Literal["show", "clear"]] = "show"
+    """List the cached kernels, or remove all."""
 
 
 def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | Info | Cache:
     """Parses a command line.
 
     Raises:
-      UsageError: a flag or value is unknown, or the file of `--config` has a mistake.
-      SystemExit: after `--help`.
+      UsageError: an argument is empty or no text, or the file of `--config` cannot be read.
+      SystemExit: after `--help`, or tyro has printed which flag or value is unknown.
     """
-    _refuse_empty(argv)
-    with _explained_imports():
-        given = argv[1:] if argv[0] in ("train", "plan") else []
-        if argv[0] == "plan" and not any(word.startswith("--config") for word in given):
-            given = ["--preset=1b", *given]
-        config = defaults(given)
-    planned = Plan(**vars(config))
+    config = planned = None
+    if argv[0] in ("train", "plan"):
+        config, flags = defaults(argv[1:], "1b" if argv[0] == "plan" else "tiny")
+        planned, argv = Plan(**vars(config)), [argv[0], *flags]
+    for before, word in itertools.pairwise(argv):
+        if word == "" or re.fullmatch(r"--[\w.-]+=", word):  # of a shell's "$UNSET"
+            raise UsageError(f"{word or before} is empty: give a value, or leave it out.")
+        if not word.isascii() and word.encode(errors="replace").decode() != word:
+            raise UsageError(f"{word!r} is no UTF-8 text.")
     commands: Any = (
-        Annotated[TrainConfig, subcommand("train", default=config)]
+        Annotated[TrainConfig, subcommand("train", default=config or preset_config("tiny"))]
         | Annotated[Generate, subcommand("generate")]
         | Annotated[Export, subcommand("export")]
         | Annotated[Report, subcommand("report")]
-        | Annotated[Plan, subcommand("plan", default=planned)]
+        | Annotated[Plan, subcommand("plan", default=planned or Plan(**vars(preset_config("1b"))))]
         | Annotated[Info, subcommand("info")]
         | Annotated[Cache, subcommand("cache")]
     )
     about = "Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them."
-    return parsed(commands, argv, "normfuse", description=about)
-
-
-def _refuse_empty(argv: list[str]) -> None:
-    """Raises a UsageError for an empty word outside a prompt: "$UNSET" in a shell.
-
-    As a path it would be the current folder.
-    """
-    texts = "--prompt", "--stop", "--sample.prompt"
-    for before, word in itertools.pairwise(argv):
-        flag, equals, value = word.partition("=")
-        flag = flag if equals and flag.startswith("--") else before if word == "" else None
-        if flag is not None and value == "" and flag not in texts:
-            what = flag if flag.startswith("--") else f"an argument of `normfuse {argv[0]}`"
-            raise UsageError(f"{what} is empty: give a value, or leave it out.")
+    return tyro.cli(commands, args=argv, prog="normfuse", description=about)
 
 
 def run(command: TrainConfig | Generate | Export | Report | Plan | Info | Cache) -> None:
     """Runs a parsed command, and prints its result; UsageError or RunError if it failed."""
     match command:
         case Plan():
-            with _explained_imports():
-                from .plan import plan
+            from .plan import plan
+
             plan(command.gpu, command.gpus, command.huggingface, command)
         case TrainConfig():
-            with _explained_imports():
-                from .run import train
+            from .run import train
+
             train(command)
         case Generate():
-            with _explained_imports():
-                from .generation import continue_prompts
-            options = {**vars(command), "fit": command.tokens is None}
-            folder, prompts = options.pop("run"), options.pop("prompt") or ("def ",)
-            tokens = _TOKENS if command.tokens is None else command.tokens
-            text = "\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens}))
-            print(printable(text) if sys.stdout.isatty() else text, flush=True)
+            from .generation import continue_prompts
+
+            text = "\n\n".join(continue_prompts(**vars(command)))
+            print(printable(text) if sys.stdout.isatty() else text)
         case Export():
-            with _explained_imports():
-                from .generation import export
+            from .generation import export
+
             export(command.run, command.folder, command.dtype)
             print(f"wrote {command.folder}")
         case Report():
-            with _explained_imports():
-                from .report import report
-            report(command.runs, command.html, command.pictures)
+            from .report import report
+
+            report(command.runs, command.html)
         case Info() | Cache():
             _inspect(command)
-
-
-@contextlib.contextmanager
-def _explained_imports() -> Iterator[None]:
-    """Turns a missing package into a UsageError that tells how to install it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        message = f"the package {error.name} is missing: pip install 'normfuse[train]'"
-        raise UsageError(message) from None
 
 
 def _inspect(command: Info | Cache) -> None:
@@ -230,16 +183,13 @@ def _inspect(command: Info | Cache) -> None:
         match command:
             case Info(every_platform):
                 text = info.info(every_platform)
-            case Cache(CacheClear()):
+            case Cache("clear"):
                 text = f"removed {cache.clear()} files from {cache.directory()}"
             case _:
                 text = info.show()
     except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
         raise RunError(str(error)) from error
     print(text)
-
-
-_ADDRESS_SPACE = 2 << 30  # with less, XLA aborts the process when it starts its threads
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -251,26 +201,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv[0] == "--version":
             print(version("normfuse"))
-        elif argv[0] not in (*_COMMANDS, "-h", "--help"):
-            close = difflib.get_close_matches(argv[0], _COMMANDS, 1)
-            hint = f"Did you mean {close[0]!r}?" if close else "`normfuse --help` lists them."
-            raise UsageError(f"unknown command {argv[0]!r}. {hint}")
         else:
-            if 0 <= resource.getrlimit(resource.RLIMIT_AS)[0] < _ADDRESS_SPACE:
-                raise MemoryError
             run(parse(argv))
     except UsageError as error:
         return _fail(error, 2)
+    except ModuleNotFoundError as error:
+        return _fail(f"the package {error.name} is missing: pip install 'normfuse[train]'", 2)
     except RunError as error:
         return _fail(error, 1)
     except SystemExit as exit:  # tyro ends like this
         return exit.code if isinstance(exit.code, int) else 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        _close_output()
-    except MemoryError:
-        return _fail("out of memory: this process may not have as much as it needs (ulimit -v)", 1)
+    except BrokenPipeError:
+        pass  # the reader, `head` for example, has seen enough
     except OSError as error:  # a full disk, a file that vanished: no bug, so no traceback
         return _fail(reason(error), 1)
     return 0
@@ -294,17 +236,12 @@ def entry(argv: list[str] | None = None) -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError:  # the interpreter would flush again, and exit with 120
-        _close_output()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
-def _close_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _fail(message: object, code: int) -> int:
-    red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {one_line(message)}", file=sys.stderr)
+    print(f"error: {one_line(message)}", file=sys.stderr)
     return code
 
 

@@ -5,21 +5,17 @@ file, and these by flags. Nothing here imports JAX, so that `--help` and a misty
 once.
 """
 
-import contextlib
 import dataclasses
-import io
 import os
 import re
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import tyro
 
-from ..models.config import PRESETS, TransformerConfig, num_parameters
+from ..models.config import PRESETS, TransformerConfig
 from . import UsageError
-from .arguments import expanded, named, one_line, printable, read_bytes, shown
+from .arguments import expanded, named, one_line
 from .tokenizer import vocabulary_of
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
@@ -29,15 +25,6 @@ MuDtype = Literal["float32", "bfloat16"]
 def _arg(metavar: str) -> Any:
     """Shows an optional flag with this placeholder; its help explains the default."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
-
-
-def _preset_help() -> str:
-    sizes = {preset: num_parameters(PRESETS[preset]) for preset in get_args(Preset)}
-    listed = ", ".join(
-        f"{preset} {n / 1e9:.1f} B" if n >= 1e9 else f"{preset} {n / 1e6:.3g} M"
-        for preset, n in sizes.items()
-    )
-    return f"Model, and the defaults shown here. Parameters: {listed}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +86,6 @@ class OptimConfig:
     10 bytes each instead of 12."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 disables clipping."""
-
-
-def state_bytes(mu_dtype: MuDtype) -> int:
-    """Returns the bytes of a parameter with its two moments."""
-    return {"float32": 12, "bfloat16": 10}[mu_dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +158,9 @@ class TrainConfig:
     Without arguments: a tiny model, on Python's own library, in about a minute on two CPU cores.
     """
 
-    preset: Annotated[Preset, tyro.conf.arg(help=_preset_help())] = "tiny"
+    preset: Preset = "tiny"
+    """Model, and the defaults shown here. Parameters: tiny 0.7 M, small 124 M, medium 360 M, 1b
+    1.2 B, 8b 8.0 B."""
     framework: Literal["nnx", "eqx"] = "nnx"
     """Flax nnx or Equinox: the same parameters, the same losses."""
     config: Annotated[Path | None, _arg("FILE.yaml")] = None
@@ -216,8 +200,6 @@ class TrainConfig:
     0 disables."""
     profile: bool = False
     """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
-    tensorboard: bool = False
-    """Also write TensorBoard events, to OUT_DIR/tensorboard."""
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     optim: OptimConfig
@@ -282,101 +264,79 @@ def preset_config(preset: Preset) -> TrainConfig:
     return TrainConfig(preset=preset, model=model, **settings)
 
 
-def defaults(argv: list[str]) -> TrainConfig:
-    """Returns the settings that flags override: the preset, changed by the file of `--config`.
+def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, list[str]]:
+    """Returns the configuration that flags change, and them after those of the file of `--config`.
 
-    The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`), and
-    are read as flags. The file that a run keeps in its folder means the run in that folder,
-    wherever it has been moved to.
+    The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`). The
+    file that a run keeps in its folder means the run in that folder, wherever it has been moved to.
+
+    Args:
+      flags: the words of a command line.
+      preset: the preset unless a flag or the file names one.
 
     Raises:
-      UsageError: the file cannot be read, or has a key or a value that no flag has; tyro has
-        printed which.
+      UsageError: the file or the tokenizer cannot be read.
     """
-    path, preset = _flag(argv, "--config"), _flag(argv, "--preset")
-    settings = {} if path is None else _read_yaml(expanded(path, "--config"))
-    preset = preset or settings.get("preset")
+    if path := _flag(flags, "--config"):
+        flags = [*_file_flags(expanded(path, "--config")), *flags]
+    flags = [word for word in flags if word != "--no-tensorboard"]  # in older runs' config.yaml
+    if any(word.startswith("--tensorboard") for word in flags):
+        raise UsageError("--tensorboard is no longer there: read OUT_DIR/metrics.jsonl instead.")
+    preset = cast(Preset, _flag(flags, "--preset") or preset)
     # tyro reports an unknown one
-    config = preset_config(cast(Preset, preset if preset in get_args(Preset) else "tiny"))
-    if path is not None:
-        before = flat(as_dict(config))
-        words = [_word(name, value, before.get(name, ...)) for name, value in settings.items()]
-        try:
-            config = parsed(TrainConfig, filter(None, words), default=config)
-        except SystemExit:
-            raise UsageError(f"--config {path} has a mistake, see above.") from None
-    if "model.vocab_size" not in settings and _flag(argv, "--model.vocab-size") is None:
-        vocabulary = vocabulary_of(_flag(argv, "--data.tokenizer") or config.data.tokenizer)
-        if vocabulary is not None:
-            model = dataclasses.replace(config.model, vocab_size=vocabulary)
-            config = dataclasses.replace(config, model=model)
-    return config if path is None else _in_its_folder(config, expanded(path, "--config"))
+    config = preset_config(preset if preset in get_args(Preset) else "tiny")
+    vocabulary = vocabulary_of(_flag(flags, "--data.tokenizer") or config.data.tokenizer)
+    if vocabulary is not None and _flag(flags, "--model.vocab-size") is None:
+        model = dataclasses.replace(config.model, vocab_size=vocabulary)
+        config = dataclasses.replace(config, model=model)
+    return config, flags
 
 
-def parsed(kind: Any, words: Iterable[str], prog: str = "normfuse train", **options: Any) -> Any:
-    """Parses a command line with tyro, whose messages are printed without what terminals obey.
+def _file_flags(path: Path) -> list[str]:
+    """Reads a YAML file of settings as flags."""
+    import yaml
 
-    Raises:
-      SystemExit: after `--help`, or tyro has printed what is wrong.
-    """
-    said = io.StringIO()
+    with named("--config", path):
+        content = path.read_bytes()
     try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=list(words), prog=prog, **options)
-    except SystemExit:
-        print(printable(said.getvalue()), end="", file=sys.stderr)
-        raise
-
-
-def _word(name: str, value: Any, before: Any) -> str:
-    """Returns a setting of a file as a flag; "" for one that says nothing new."""
-    if value is None and before is None:
-        return ""
-    group, dot, last = name.replace("_", "-").rpartition(".")
-    if isinstance(value, bool) and isinstance(before, bool):
-        return f"--{group}{dot}{last if value else f'no-{last}'}"
-    return f"--{group}{dot}{last}={value}"
+        settings = yaml.safe_load(content) or {}
+        if not isinstance(settings, dict):
+            raise ValueError("it must hold `name: value` lines at its top level")
+        settings = flat(settings)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path} cannot be read: {one_line(error)}") from None
+    flags = []
+    for name, value in settings.items():
+        group, dot, last = name.replace("_", "-").rpartition(".")
+        switch = f"{'' if value else 'no-'}{last}" if isinstance(value, bool) else f"{last}={value}"
+        flags.append(f"--{group}{dot}{switch}")
+    if path.name == "config.yaml" and (path.parent / "text.json").is_file():  # a run's
+        flags.append(f"--out-dir={path.parent.absolute()}")
+    return flags
 
 
 def absolute(data: DataConfig) -> DataConfig:
     """Returns the settings of a text with absolute paths: the same from any folder."""
-    path = data.path and os.path.abspath(os.path.expanduser(data.path))
-    named_tokenizer = data.tokenizer == "byte" or re.fullmatch("bpe:[0-9]+", data.tokenizer)
-    tokenizer = os.path.expanduser(data.tokenizer)
-    tokenizer = data.tokenizer if named_tokenizer else os.path.abspath(tokenizer)
-    return dataclasses.replace(data, path=path, tokenizer=tokenizer)
+    lasting = lambda path: os.path.abspath(os.path.expanduser(path))
+    is_file = data.tokenizer != "byte" and not re.fullmatch("bpe:[0-9]+", data.tokenizer)
+    tokenizer = lasting(data.tokenizer) if is_file else data.tokenizer
+    return dataclasses.replace(data, path=data.path and lasting(data.path), tokenizer=tokenizer)
 
 
-def _in_its_folder(config: TrainConfig, path: Path) -> TrainConfig:
-    """Returns the configuration of a file; if a run keeps it, with that run's folder as it is now.
-
-    A run writes text.json beside config.yaml.
-    """
-    folder = path.parent
-    if path.name != "config.yaml" or not (folder / "text.json").is_file():
-        return config
-    here = folder == Path()
-    return dataclasses.replace(config, out_dir=folder.absolute() if here else folder)
-
-
-def as_dict(config: Any) -> dict[str, Any]:
+def as_dict(config: TrainConfig) -> dict[str, Any]:
     """Returns a configuration as nested dictionaries of plain values, without `config` itself."""
-    plain = lambda value: str(value) if isinstance(value, Path) else value
-    return {
-        f.name: as_dict(value) if dataclasses.is_dataclass(value) else plain(value)
-        for f in dataclasses.fields(config)
-        for value in [getattr(config, f.name)]
-        if f.name != "config"
-    }
+    settings = dataclasses.asdict(config)
+    del settings["config"]
+    return settings | {"out_dir": config.out_dir and str(config.out_dir)}
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested settings by dotted names."""
-    found = {}
+    by_name = {}
     for name, value in settings.items():
         nested = isinstance(value, dict)
-        found |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return found
+        by_name |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return by_name
 
 
 def dump(config: TrainConfig) -> str:
@@ -386,35 +346,11 @@ def dump(config: TrainConfig) -> str:
     return yaml.safe_dump(as_dict(config), sort_keys=False)
 
 
-def _flag(argv: list[str], name: str) -> str | None:
-    """Returns the last value that `argv` gives a flag; None for none."""
-    found = None
-    for word, after in zip(argv, [*argv[1:], None]):
-        flag, equals, value = word.partition("=")
+def _flag(words: list[str], name: str) -> str | None:
+    """Returns the last value that words of a command line give a flag; None for none."""
+    value = None
+    for word, after in zip(words, [*words[1:], None]):
+        flag, equals, of_flag = word.partition("=")
         if flag.replace("_", "-") == name:
-            found = value if equals else after
-    return found
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML file as dotted names and single values."""
-    import yaml
-
-    with named("--config", path):
-        content = read_bytes(path).decode()
-    try:
-        found = yaml.safe_load(content)
-        if not isinstance(found, dict | None):
-            raise ValueError("it must hold `name: value` lines at its top level")
-        settings = {name.replace("-", "_"): value for name, value in flat(found or {}).items()}
-    except Exception as error:  # anything, of a tag, a date, a number or a thousand brackets
-        nested = isinstance(error, RecursionError)
-        why = "it is nested too deeply" if nested else one_line(error)
-        raise UsageError(f"--config {path} cannot be read: {why}") from None
-    for name, value in settings.items():
-        single = isinstance(value, str | int | float | None) and name not in ("config", "help")
-        large = isinstance(value, int) and abs(value) >= 2**63
-        if not single or large or (value == "" and name != "sample.prompt"):
-            rule = "a file gives a flag one word or a number of 64 bits"
-            raise UsageError(f"--config {path}: {shown(name)} is {shown(value)}; {rule}.")
-    return settings
+            value = of_flag if equals else after
+    return value

@@ -23,11 +23,6 @@ from . import RunError, UsageError
 from .arguments import shown
 from .config import DistributedConfig
 
-_ENVIRONMENT = {
-    "coordinator": "JAX_COORDINATOR_ADDRESS",
-    "num_processes": "JAX_NUM_PROCESSES",
-    "process_id": "JAX_PROCESS_ID",
-}
 # Launchers' counts of tasks: a single task is not a cluster.
 _TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -45,89 +40,52 @@ def initialize(config: DistributedConfig) -> None:
       UsageError: an environment variable is not a number.
       RunError: the other processes cannot be reached.
     """
-    _order_programs(config)
-    order_kernels()
-    if jax.distributed.is_initialized():
-        return
-    joined = _with_environment(config)
-    if joined.coordinator is None and joined.num_processes is None and not _in_cluster():
-        return
-    where = joined.coordinator or "the coordinator of the cluster"
-    with _deadline(config.timeout, where):
-        try:
-            jax.distributed.initialize(
-                coordinator_address=joined.coordinator,
-                num_processes=joined.num_processes,
-                process_id=joined.process_id,
-                initialization_timeout=config.timeout + 60,
-            )
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise RunError(
-                f"--distributed: could not join the other processes at {where}: {reason}"
-            ) from None
-
-
-@contextlib.contextmanager
-def _deadline(seconds: int, where: str) -> Iterator[None]:
-    """Ends the process, with exit code 1 and a message, unless left in time.
-
-    At JAX's own deadline XLA aborts the process with a page of C++ frames.
-    """
-
-    def end() -> None:
-        print(
-            f"error: --distributed: the other processes did not meet at {where} within "
-            f"--distributed.timeout {seconds} s. Is the address right, are all started, and can "
-            "they reach it?",
-            file=sys.stderr,
-            flush=True,
+    # GPUs start kernels in launch order. A collective is launched before the product that should
+    # overlap it; from a queue of its own it often starts after the product, which then occupies all
+    # multiprocessors, and waits for its end (docs/guides/parallelism.md).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if config.coordinator is None and (address := os.environ.get("JAX_COORDINATOR_ADDRESS")):
+        count, index = map(_number, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        config = dataclasses.replace(
+            config, coordinator=address, num_processes=count, process_id=index
         )
-        os._exit(1)
-
-    timer = _call_later(seconds, end)
+    several = config.coordinator is not None or _in_cluster()
+    flag = r"--xla_force_host_platform_device_count=(\d+)"
+    emulated = re.findall(flag, os.environ.get("XLA_FLAGS", "")) + [jax.config.jax_num_cpu_devices]
+    if several or any(int(count) > 1 for count in emulated):
+        # Several programs in flight that communicate can take every thread of XLA's CPU pool and
+        # wait for each other until XLA aborts the process.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if not several or jax.distributed.is_initialized():
+        return
+    where = config.coordinator or "the coordinator of the cluster"
+    # At JAX's own deadline XLA aborts the process with a page of C++ frames.
+    message = (
+        f"--distributed: the other processes did not meet at {where} within --distributed.timeout "
+        f"{config.timeout} s. Is the address right, are all started, and can they reach it?"
+    )
+    timer = _call_later(config.timeout, _end, 1, f"error: {message}")
     try:
-        yield
+        jax.distributed.initialize(
+            coordinator_address=config.coordinator,
+            num_processes=config.num_processes,
+            process_id=config.process_id,
+            initialization_timeout=config.timeout + 60,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(
+            f"--distributed: could not join the other processes at {where}: {reason}"
+        ) from None
     finally:
         timer.cancel()
 
 
-def _order_programs(config: DistributedConfig) -> None:
-    """Makes emulated CPU devices run one program after the other; must precede JAX's devices.
-
-    Several programs in flight that communicate can take every thread of XLA's pool and wait for
-    each other until XLA aborts the process.
-    """
-    flag = r"--xla_force_host_platform_device_count=(\d+)"
-    emulated = re.findall(flag, os.environ.get("XLA_FLAGS", "")) + [jax.config.jax_num_cpu_devices]
-    several = config.coordinator is not None or any(int(count) > 1 for count in emulated)
-    if several or "JAX_COORDINATOR_ADDRESS" in os.environ or _in_cluster():
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-
-
-def order_kernels() -> None:
-    """Makes GPUs start kernels in launch order, unless the user has set it; must precede devices.
-
-    A collective is launched before the product that should overlap it. From a queue of its own it
-    often starts after the product, which then occupies all multiprocessors, and waits for its end
-    (docs/guides/parallelism.md).
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def _with_environment(config: DistributedConfig) -> DistributedConfig:
-    if config.coordinator is not None:
-        return config
-    found = {name: os.environ.get(variable) for name, variable in _ENVIRONMENT.items()}
-
-    def number(name: str) -> int | None:
-        text = found[name]
-        if text is not None and not (text.isdecimal() and len(text) < 10):
-            raise UsageError(f"{_ENVIRONMENT[name]}={shown(text)} must be a number.")
-        return None if text is None else int(text)
-
-    numbers = {name: number(name) for name in ("num_processes", "process_id")}
-    return dataclasses.replace(config, coordinator=found["coordinator"], **numbers)
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is not None and not text.isdecimal():
+        raise UsageError(f"{variable}={shown(text)} must be a number.")
+    return None if text is None else int(text)
 
 
 def _in_cluster() -> bool:
@@ -216,15 +174,15 @@ def ending_alone() -> Iterator[None]:
         raise
 
 
-def _end(code: int) -> None:
+def _end(code: int, message: str = "") -> None:
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(message, end="\n" * bool(message), file=sys.stderr, flush=True)
     os._exit(code)
 
 
-def _call_later(seconds: float, action: Callable[..., Any], *code: int) -> threading.Timer:
-    """Calls `action(*code)` after a while, from a thread that nobody waits for."""
-    timer = threading.Timer(seconds, action, code)
+def _call_later(seconds: float, action: Callable[..., Any], *arguments: Any) -> threading.Timer:
+    """Calls `action(*arguments)` after a while, from a thread that nobody waits for."""
+    timer = threading.Timer(seconds, action, arguments)
     timer.daemon = True
     timer.start()
     return timer

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,14 @@ from ..models.config import TransformerConfig
 from ..models.functional import Functional, Params, build
 from ..models.generate import generate
 from . import RunError, UsageError
-from .arguments import expanded, is_text, named, printable, shown
+from .arguments import expanded, named, printable
 from .checkpoint import Checkpoints
-from .checks import check_float, check_format, require
+from .checks import check_format, check_range
 from .compilation import keep_compiled_programs
-from .mesh import memory
 from .run_dir import RunDir
 from .tokenizer import Bpe, Bytes, Tokenizer, read_tokenizer
 
-# Parameters of `sample` and `generate` to the flags of `normfuse generate`.
-_FLAGS = {name: name for name in ("samples", "stop", "temperature")}
-_FLAGS |= {"num_tokens": "tokens", "top_k": "top-k", "top_p": "top-p"}
+_TOKENS = 240  # tokens that `generate` adds by default
 
 
 def sample(
@@ -51,15 +48,13 @@ def sample(
       **options: of `normfuse.models.generate.generate`.
 
     Raises:
-      ValueError: `stop` is not one token, the keys and values do not fit the machine, or as
-        `generate`.
+      ValueError: `stop` is not one token, or as `generate`.
     """
     ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode())[0].tolist()
     if stop is not None and len(ends) != 1:
         raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
     encode = lambda prompt: tokenizer.encode(prompt.encode())[0].astype(np.int32)
     encoded = [np.array([*opening, *encode(prompt)], np.int32) for prompt in prompts]
-    _check_memory(model.config, samples, encoded, tokens)
     rows = [row for row in encoded for _ in range(samples)]
     if fit:  # `generate` raises the error if a prompt leaves no room
         room = model.config.max_seq_len - max(map(len, rows))
@@ -73,35 +68,40 @@ def sample(
 
 
 def continue_prompts(
-    folder: Path, prompts: Sequence[str], tokens: int, *, samples: int, **options: Any
+    run: Path, prompt: Sequence[str], tokens: int | None, samples: int, **options: Any
 ) -> list[str]:
-    """Continues prompts with the newest checkpoint or the Hugging Face model in a folder.
+    """Continues prompts with the newest checkpoint or the Hugging Face model in the folder `run`.
+
+    The other arguments are the flags of `normfuse generate`.
 
     Raises:
       UsageError: the folder holds neither, or an argument is out of range.
       RunError: every checkpoint is damaged.
     """
-    _check(prompts, tokens, samples, options)
-    folder = expanded(folder, "RUN")
+    check_range("samples", samples, 1, 2**31 - 1)
+    check_range("seed", options["seed"], -(2**63), 2**63 - 1)
+    folder = expanded(run, "RUN")
     with named("RUN", folder):
         out = RunDir(folder)
         is_run = out.has_checkpoints()
-        is_model = (folder / "config.json").is_file()
-    if not is_run and not is_model:
+    if is_run:
+        model, params, tokenizer = _load_run(out)
+    elif (folder / "config.json").is_file():
+        model, params, tokenizer = _load_huggingface(folder)
+        options["opening"] = tokenizer.opening()
+    else:
         raise UsageError(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
-    if is_run:
-        model, params, tokenizer = _load_run(out)
-    else:
-        model, params, tokenizer = _load_huggingface(folder)
-        options["opening"] = tokenizer.opening()
+    options |= {"samples": samples, "fit": tokens is None}
+    tokens = _TOKENS if tokens is None else tokens
     try:
-        return sample(model, params, tokenizer, prompts, tokens, samples=samples, **options)
-    except ValueError as error:
-        flag = lambda match: f"--{_FLAGS[match[1]]} "
-        raise UsageError(re.sub(rf"\b({'|'.join(_FLAGS)})=", flag, str(error))) from None
+        return sample(model, params, tokenizer, prompt or ("def ",), tokens, **options)
+    except ValueError as error:  # names an argument, of the flag's name
+        flag = lambda match: f"--{match[1].replace('num_', '').replace('_', '-')} "
+        names = "samples|stop|temperature|num_tokens|top_k|top_p"
+        raise UsageError(re.sub(rf"\b({names})=", flag, str(error))) from None
 
 
 def export(run: Path, folder: Path, dtype: str | None) -> None:
@@ -127,38 +127,6 @@ def export(run: Path, folder: Path, dtype: str | None) -> None:
     files |= {"tokenizer.json": tokenizer.content}
     with named("FOLDER", folder, "be written"):
         save(folder, model, params, dtype=dtype, files=files)
-
-
-def _check(prompts: Sequence[str], tokens: int, samples: int, options: Mapping[str, Any]) -> None:
-    """Checks the flags of `normfuse generate` as far as possible without the model."""
-    for text in prompts:
-        require(text != "", "prompt", "''", "must hold at least one character.")
-    for flag, texts in ("prompt", prompts), ("stop", [options["stop"] or ""]):
-        for text in texts:
-            require(is_text(text), flag, shown(text), "must be UTF-8 text without zero bytes.")
-    for flag, count in ("tokens", tokens), ("samples", samples), ("top-k", options["top_k"]):
-        rule = "must be at least 1 and below 2**31."
-        require(count is None or 1 <= count < 2**31, flag, shown(count), rule)
-    seed, top_p = options["seed"], options["top_p"]
-    require(-(2**63) <= seed < 2**63, "seed", shown(seed), "must be an integer of 64 bits.")
-    check_float("temperature", options["temperature"], zero=True)
-    if top_p is not None:
-        check_float("top-p", top_p, zero=False)
-        require(top_p <= 1, "top-p", top_p, "must be at most 1.")
-
-
-def _check_memory(
-    config: TransformerConfig, samples: int, prompts: Sequence[np.ndarray], tokens: int
-) -> None:
-    """Checks that a cache of all keys and values can fit one device."""
-    longest = min(max(map(len, prompts)) + tokens, config.max_seq_len)
-    wide = config.num_layers * config.num_kv_heads * config.head_dim
-    needed = 2 * samples * len(prompts) * longest * wide * np.dtype(config.dtype).itemsize
-    if needed > (here := memory(jax.devices()[0])):
-        raise ValueError(
-            f"samples={samples} of {len(prompts)} prompts need at least {needed / 1e9:,.1f} GB for "
-            f"their keys and values; a device has {here / 1e9:,.1f}."
-        )
 
 
 def _load_run(out: RunDir) -> tuple[Functional, Params, Tokenizer]:

@@ -11,7 +11,6 @@ version 3 when that host is up again. Mounts with `nolock` or `local_lock=flock`
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import UsageError, distributed
-from .arguments import printable
+from .arguments import one_line
 
 _POLL = 0.25  # seconds between two attempts
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -80,30 +79,17 @@ class FolderLock:
             if file is None:
                 raise UsageError(f"--out-dir {folder} cannot be written to: {why}") from None
             if error.errno not in _NO_LOCKS:
-                holder = _describe(file)
+                holder = one_line(os.pread(file, 400, 0).decode(errors="replace"))
                 os.close(file)
-                return holder
+                return holder or "another process"
             self._report(
                 f"{folder} is on a file system without locks ({why}): take care that no other run "
                 "writes there"
             )
-        me = {"process": os.getpid(), "host": socket.gethostname(), "since": int(time.time())}
-        if job := os.environ.get("SLURM_JOB_ID"):
-            me["job"] = job
+        job = os.environ.get("SLURM_JOB_ID")
+        name = f"process {os.getpid()} on {socket.gethostname()}{f' (Slurm job {job})' * bool(job)}"
         with contextlib.suppress(OSError):  # a full disk: the lock holds without its description
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(me).encode(), 0)
+            os.pwrite(file, f"{name} since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
         self._file = file
         return None
-
-
-def _describe(file: int) -> str:
-    """Reads who has the lock; the file may hold anything."""
-    try:
-        found = json.loads(os.pread(file, 1000, 0))
-        process, host, since = int(found["process"]), str(found["host"]), int(found["since"])
-        job = f" (Slurm job {found['job']})" if "job" in found else ""
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
-        return printable(f"process {process} on {host[:255]}{job[:40]} since {began}", kept="")
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return "another process"

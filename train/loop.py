@@ -1,20 +1,21 @@
 """The training loop: steps run on the devices while the host logs the one before."""
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from jax import Array
 
-from ..models.config import flops_per_token
 from ..models.functional import Params
 from . import RunError
 from .config import TrainConfig
-from .display import Display, StepFigures
+from .display import Display, duration, short
 from .evaluate import Validation
-from .metrics import NATS_PER_BIT, Throughput
+from .metrics import NATS_PER_BIT
 from .step import Metrics, State
 
 
@@ -35,17 +36,12 @@ class StepLogger:
     config: TrainConfig
     write: Callable[[dict], None]  # takes a line of metrics.jsonl
     display: Display
-    peak: float | None  # FLOP/s of all devices together
     skip_limit: int  # the most updates that may be skipped
     tokens_per_byte: float = 1.0  # average over the text
     skipped: int = 0  # updates so far
-    attended: int | None = None  # tokens of a token's row and document; None for the whole row
     _finished: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        self._throughput = Throughput(self.config.tokens_per_step)
-        attended = self.config.seq_len if self.attended is None else self.attended
-        self._flops = flops_per_token(self.config.transformer(), attended)
+    # Those of the last steps, whose median is shown: a mean would show every wait ten times.
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
     def step(self, step: int, metrics: Metrics, started: float) -> None:
         """Waits for a step's metrics and logs them; BadStep if too many updates were skipped."""
@@ -68,19 +64,20 @@ class StepLogger:
             "time": time.time(),
         }
         self.write(entry | ({"skipped": True} if is_skipped else {}))
-        speed = self._throughput.add(seconds)
-        mfu = speed * self._flops / self.peak if self.peak else None
-        bits = loss / NATS_PER_BIT * self.tokens_per_byte
-        eta = self._throughput.step_time_s * (self.config.steps - step)
-        self.display.step(StepFigures(step, loss, bits, speed, mfu, eta))
+        self._seconds.append(seconds)
+        usual_seconds = statistics.median_low(self._seconds)
+        figures = [
+            f"loss {loss:.4f}",
+            f"{loss / NATS_PER_BIT * self.tokens_per_byte:.3f} bits/byte",
+            f"{short(tokens / usual_seconds)} tokens/s",
+            f"ETA {duration(usual_seconds * (self.config.steps - step))}",
+        ]
+        self.display.step(step, figures)
 
-    def validation(self, step: int, found: Validation) -> None:
+    def validation(self, step: int, validation: Validation) -> None:
         """Logs a validation after `step`."""
-        self.write(found.entry(step))
-        self.display.note(
-            f"step {step}: validation loss {found.loss:.4f} nats/token, "
-            f"{found.bits_per_byte:.3f} bits/byte"
-        )
+        self.write(validation.entry(step))
+        self.display.note(f"step {step}: validation {validation}")
 
     def _note_skip(self, step: int, loss: float, grad_norm: float, usual: float) -> None:
         spike = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -149,7 +146,6 @@ class Loop:
         return state, done
 
     def _validate(self, state: State, step: int) -> None:
-        self.logger.display.phase("validating")
-        found = self.evaluate(state.params, self.config.eval.tokens)
-        if found is not None:
-            self.logger.validation(step, found)
+        validation = self.evaluate(state.params, self.config.eval.tokens)
+        if validation is not None:
+            self.logger.validation(step, validation)

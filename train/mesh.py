@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from ..models.config import num_parameters
 from ..models.sharding import AXES, BATCH, Sharding, validate
 from . import UsageError
-from .checks import near, with_flags
-from .config import MeshConfig, TrainConfig, state_bytes
+from .checks import near, require, with_flags
+from .config import MeshConfig, TrainConfig
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -29,9 +29,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     try:
         devices = devices or jax.devices()
     except (RuntimeError, AssertionError) as error:  # the type depends on the platform
-        cause = "".join(f": {line}" for line in str(error).splitlines()[:1])  # may be empty
         raise UsageError(
-            f"JAX finds no device with JAX_PLATFORMS={jax.config.jax_platforms}{cause}. Unset it "
+            f"JAX finds no device with JAX_PLATFORMS={jax.config.jax_platforms}: {error}. Unset it "
             "or install JAX for that platform, for example jax[cuda13]."
         ) from None
     axes = (AxisType.Auto,) * len(AXES)
@@ -63,47 +62,29 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
         raise UsageError(f"the model does not fit the mesh: {with_flags(str(error))}") from None
     replicas = math.prod(mesh.shape[axis] for axis in BATCH)
     unit = replicas * config.pieces
-    if config.batch_size % unit:
-        times = f"times --microbatches {config.microbatches}"
-        if config.mesh.parts > 1:
-            times += f", times --mesh.parts {config.mesh.parts}"
-        raise UsageError(
-            f"--batch-size {config.batch_size} must be a multiple of {unit}: mesh data x fsdp = "
-            f"{replicas}, {times}. Take {near(config.batch_size, unit)}."
-        )
+    rule = (
+        f"must be a multiple of {unit}: mesh data x fsdp = {replicas}, times --microbatches "
+        f"{config.microbatches}, times --mesh.parts {config.mesh.parts}. Take "
+        f"{near(config.batch_size, unit)}."
+    )
+    require(config.batch_size % unit == 0, "batch-size", config.batch_size, rule)
 
 
 def check_memory(config: TrainConfig, mesh: Mesh) -> None:
-    """Checks that the memory can hold the least that a run needs.
-
-    That is each parameter with its two moments, and the input of every block; the
-    compiler decides what else to keep.
-    """
-    model = config.transformer()
-    each = state_bytes(config.optim.mu_dtype)
-    state = each * num_parameters(model) // (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    replicas = math.prod(mesh.shape[axis] for axis in BATCH)
-    tokens = config.batch_size // (replicas * config.pieces) * config.seq_len
-    inputs = tokens * model.dim * model.num_layers * np.dtype(model.dtype).itemsize
-    needed, device = state + inputs // mesh.shape["tensor"], mesh.local_devices[0]
-    here = memory(device)
-    if device.platform == "cpu":  # emulated devices share it
-        here //= len(mesh.local_devices)
+    """Checks that a device's memory, or the CPU's, can hold its parameters with two moments."""
+    each = {"float32": 12, "bfloat16": 10}[config.optim.mu_dtype]
+    parameters = num_parameters(config.transformer())
+    needed = each * parameters // (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    device = mesh.local_devices[0]
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
+    if device.platform != "cpu":
+        here = (device.memory_stats() or {}).get("bytes_limit", needed)
     if needed > here:
         raise UsageError(
-            f"the run does not fit: parameters with their moments need {state / 1e9:,.1f} "
-            f"GB on each device, the inputs of the blocks {(needed - state) / 1e9:,.1f}, and a "
-            f"device has {here / 1e9:,.1f}. Take a smaller --preset, --batch-size or --seq-len, or "
-            "spread the parameters over more devices with --mesh.fsdp."
+            f"the run does not fit: parameters with their moments need {needed / 1e9:,.1f} GB on "
+            f"each device, and one has {here / 1e9:,.1f}. Take a smaller --preset, or spread the "
+            "parameters over more devices with --mesh.fsdp."
         )
-
-
-def memory(device: jax.Device) -> int:
-    """Returns the bytes of a device's memory; of a CPU's, this machine's."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -120,23 +101,15 @@ def on_devices(batch: np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
 
 
-def _shape(config: MeshConfig, found: Sequence[jax.Device]) -> tuple[int, ...]:
-    devices, kinds = len(found), ", ".join(sorted({device.device_kind for device in found}))
-    listed = f"{found[0].platform}: {kinds}"
+def _shape(config: MeshConfig, devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    count, kind = len(devices), f"{devices[0].platform}: {devices[0].device_kind}"
     sizes = {axis: getattr(config, axis) for axis in AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    filled = next((axis for axis, size in sizes.items() if size == -1), None)
-    wanted = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
-    if filled and devices % fixed:
+    filled = [axis for axis, size in sizes.items() if size == -1]  # the devices that are left
+    if len(filled) > 1 or (count % fixed if filled else fixed != count):
+        wanted = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
         raise UsageError(
-            f"{wanted} cannot use all {devices} devices ({listed}): {fixed} does not "
-            f"divide {devices}. Change the sizes so that their product divides {devices}."
+            f"{wanted} take {'a multiple of ' * bool(filled)}{fixed} devices, but there are "
+            f"{count} ({kind}). Change the sizes; one may be -1, as --mesh.data is, for all left."
         )
-    if filled:
-        sizes[filled] = devices // fixed
-    elif fixed != devices:
-        raise UsageError(
-            f"{wanted} take {fixed} devices, but there are {devices} ({listed}). Change the "
-            "sizes, or leave --mesh.data at -1 for all devices that are left."
-        )
-    return tuple(sizes.values())
+    return tuple(count // fixed if size == -1 else size for size in sizes.values())

@@ -3,8 +3,11 @@
 The step is compiled for devices that are only described; the numbers are XLA's own.
 """
 
+import collections
 import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,20 @@ import jax
 from ..models.config import TransformerConfig, num_parameters
 from ..native.implementation import fallbacks
 from . import UsageError
-from .arguments import expanded, named, one_line, read_bytes, shown
-from .checks import COMPUTED, check, near, require
-from .config import ModelConfig, TrainConfig, preset_config
+from .arguments import expanded, named, one_line
+from .checks import COMPUTED, check, check_range, near, require
+from .config import ModelConfig, TrainConfig
 from .display import short
-from .topology import MEMORY, compile_for, needs
+from .mesh import check_model, make_mesh, make_sharding
+from .topology import MEMORY, devices, step_on
 
-HOST = 8  # GPUs of one host
+_HOST = 8  # GPUs of one host
 _USABLE = 0.75  # part of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
+_COLLECTIVE = re.compile(
+    r"= (\(.*?\)|\S+) "
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+_ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]*)\]")  # bits, and a shape
 
 
 def plan(kind: str, count: int, folder: Path | None, config: TrainConfig) -> None:
@@ -32,11 +41,11 @@ def plan(kind: str, count: int, folder: Path | None, config: TrainConfig) -> Non
       UsageError: an unknown GPU, a count that is no whole number of hosts, a configuration that
         does not fit the mesh, or no compiler.
     """
-    require(kind in MEMORY, "gpu", shown(kind), f"must be one of {', '.join(MEMORY)}.")
-    require(1 <= count <= 1024, "gpus", shown(count), "must be from 1 to 1024.")
-    rule = f"must be at most {HOST}, or whole hosts of {HOST}: take {near(count, HOST)}."
-    require(count <= HOST or count % HOST == 0, "gpus", count, rule)
-    model = None if folder is None else _huggingface(folder, config)
+    require(kind in MEMORY, "gpu", kind, f"must be one of {', '.join(MEMORY)}.")
+    check_range("gpus", count, 1, 1024)
+    rule = f"must be at most {_HOST}, or whole hosts of {_HOST}: take {near(count, _HOST)}."
+    require(count <= _HOST or count % _HOST == 0, "gpus", count, rule)
+    model = None if folder is None else _huggingface(expanded(folder, "--huggingface"), config)
     if model is not None:
         shape = ModelConfig(**{name: getattr(model, name) for name in vars(config.model)})
         config = dataclasses.replace(config, model=shape)
@@ -44,46 +53,58 @@ def plan(kind: str, count: int, folder: Path | None, config: TrainConfig) -> Non
     model = model or config.transformer()
     jax.config.update("jax_platforms", "cpu")  # a GPU here is not needed, nor is its memory
     try:
-        mesh, program = compile_for(kind, count, HOST, config, model)
+        described = devices(kind, -(-count // _HOST), min(count, _HOST))
+    except RuntimeError as error:
+        raise UsageError(
+            "plan needs JAX's CUDA plugin, though no GPU: pip install 'normfuse[cuda13]' "
+            f"({error})."
+        ) from None
+    mesh = make_mesh(config.mesh, described)
+    check_model(config, mesh, make_sharding(config.mesh, mesh, config.batch_size // config.pieces))
+    try:
+        program = step_on(mesh, config, model)[0]
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(f"XLA cannot compile the step: {one_line(error)}") from None
-    found, usable = needs(program), _USABLE * MEMORY[kind][0]
+    memory: Any = program.memory_analysis()
+    needed, usable = memory.argument_size_in_bytes + memory.temp_size_in_bytes, MEMORY[kind][0]
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     print(
         f"{short(num_parameters(model))} parameters on {count} {kind}, {axes}, "
         f"{config.batch_size} sequences of {config.seq_len} a step\n"
-        f"memory of a device: {found.bytes / 2**30:.1f} GiB, of {usable / 2**30:.1f} that JAX takes"
+        f"memory of a device: {needed / 2**30:.1f} GiB, of {_USABLE * usable / 2**30:.1f} that JAX "
+        "takes"
     )
-    if found.bytes > usable:
+    if needed > _USABLE * usable:
         print(
             "  does not fit: spread it with --mesh.fsdp or --mesh.tensor, recompute with "
             "--model.remat dots or block, split it by --microbatches, or lower --batch-size"
         )
-    for kind_of, (number, size) in found.collectives.items():
-        print(f"{number:6} {kind_of}, {size / 1e9:.2f} GB into a device")
+    for collective, sizes in collectives(program.as_text() or "").items():
+        print(f"{len(sizes):6} {collective}, {sum(sizes) / 1e9:.2f} GB into a device")
     for op, reason in fallbacks():
         print(f"no kernel for {op}: {reason}")
+
+
+def collectives(text: str) -> dict[str, list[int]]:
+    """Returns the bytes of the results of a program's collectives, by their kind.
+
+    One in a loop counts once, as in the program's text.
+    """
+    sizes: dict[str, list[int]] = collections.defaultdict(list)
+    for shapes, kind, started in _COLLECTIVE.findall(text):
+        arrays = _ARRAY.findall(shapes)
+        # A start has (operands, results); an older all-reduce's only results.
+        if started and (kind != "all-reduce" or shapes.startswith("((")):
+            arrays = arrays[len(arrays) // 2 :]
+        count = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
+        sizes[kind].append(sum(int(bits) * count(shape) // 8 for bits, shape in arrays))
+    return dict(sorted(sizes.items()))
 
 
 def _huggingface(folder: Path, config: TrainConfig) -> TransformerConfig:
     """Reads a model's shape; only the flags that say how it is computed change it."""
     from ..models.huggingface import from_huggingface
 
-    usual: Any = preset_config(config.preset).model
-    for name, value in vars(config.model).items():
-        if value != getattr(usual, name) and name not in COMPUTED:
-            raise UsageError(
-                f"--model.{name.replace('_', '-')} {value} does not change the model of "
-                "--huggingface: leave it out, or edit a copy of the model's config.json."
-            )
-    folder = expanded(folder, "--huggingface")
-    with named("--huggingface", folder):
-        content = read_bytes(folder / "config.json")
     computed = {name: getattr(config.transformer(), name) for name in (*COMPUTED, "dtype")}
-    try:
-        settings = json.loads(content)
-        if not isinstance(settings, dict):
-            raise ValueError("config.json must hold a JSON object.")
-        return from_huggingface(settings, **computed)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--huggingface {folder} cannot be read: {error}") from None
+    with named("--huggingface", folder):
+        return from_huggingface(json.loads((folder / "config.json").read_bytes()), **computed)

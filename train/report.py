@@ -1,32 +1,30 @@
-"""`normfuse report`: compares runs in a table and in one HTML page with plots."""
+"""`normfuse report`: compares runs in a table and in one HTML page with a plot of their losses."""
 
 import base64
-import functools
 import html
 import io
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import UsageError, plot
-from .arguments import expanded, named, printable
+from . import UsageError
+from .arguments import expanded, named, one_line
 from .display import duration, short
 from .run_dir import RunDir, RunResults
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
-_TITLES = {
-    "loss": "Loss",
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "throughput": "Throughput",
-    "breakdown": "Where a step's time goes",
-}
 _NO_SETTINGS = ("out_dir", "resume", "distributed")  # these do not change a run
+_COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
 Rows = Sequence[Sequence[str]]
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 860px; margin: 2.5em auto;
@@ -39,8 +37,43 @@ img { width: 100%; } .wide { overflow-x: auto; }
 """
 
 
-def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
-    """Prints the table and writes the page, and the plots as files to the folder `pictures`.
+def plot_loss(file: Path | BinaryIO, runs: Sequence[RunResults]) -> None:
+    """Draws training loss, validation points and reference lines, in bits per byte, as a PNG."""
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    end = max((line["step"] for run in runs for line in run.steps("step")), default=1)
+    for run, colour in zip(runs, itertools.cycle(_COLOURS)):
+        steps, checks = run.steps("step"), run.validations()
+        x = np.array([line["step"] for line in steps])
+        y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
+        axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
+        axes.plot(x, _smooth(y, end), color=colour, linewidth=1.4, label=f"{run.label}: training")
+        at, bits = ([line[name] for line in checks] for name in ("step", "val_bits_per_byte"))
+        label = f"{run.label}: validation{f', {bits[-1]:.3f} at the end' if bits else ''}"
+        axes.plot(at, bits, "o", color=colour, markersize=4.5, clip_on=False, label=label)
+    texts = {tuple(run.references.items()) for run in runs if run.references}
+    for name, bits in next(iter(texts)) if len(texts) == 1 else ():  # baselines of one text
+        axes.axhline(bits, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+        label = f"{name} {bits:.2f}"
+        axes.text(end, bits, label, ha="right", va="top", fontsize=8, color="0.4", zorder=0)
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
+    axes.spines[["top", "right"]].set_visible(False)
+    for text in axes.legend(frameon=False, fontsize=9, loc="upper right").get_texts():
+        text.set_parse_math(False)  # a `$` in a name begins no formula
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # drawn as a box
+        figure.savefig(file, format="png")
+
+
+def _smooth(values: np.ndarray, end: int) -> np.ndarray:
+    """Averages each value with its neighbours, over a fiftieth of the longest run's steps."""
+    half = min(end // 100, len(values))
+    padded = np.pad(values, half, constant_values=np.nan)
+    return np.nanmean(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)
+
+
+def report(folders: Sequence[Path], page: Path) -> None:
+    """Prints the table and writes the page.
 
     Raises:
       UsageError: a folder holds no run, or the page cannot be written.
@@ -50,30 +83,25 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
     runs = []
     for folder in folders:
         with named("RUN", folder):
-            label = printable(str(folder), kept="")  # whatever its name holds
-            runs.append(RunDir(expanded(folder, "RUN")).results(label))
+            runs.append(RunDir(expanded(folder, "RUN")).results(one_line(folder)))
         if not runs[-1].steps("step"):
             raise UsageError(
                 f"RUN {folder} holds no metrics.jsonl with steps: is it a run's folder?"
             )
     page = expanded(page, "--html")
-    pictures = None if pictures is None else expanded(pictures, "--pictures")
     tables = [[_COLUMNS, *map(_row, runs)], *_differences(runs)]
-    for rows in tables:
-        console, table = Console(), _table(rows)
-        if not console.is_terminal:  # files and pipes have no width
-            console.width = 10_000
-            console.width = console.measure(table).maximum
+    for names, *rows in tables:
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in names:
+            table.add_column(Text(name))
+        for row in rows:
+            table.add_row(*map(Text, row))  # a string would be read as rich's markup
+        console = Console()
+        console.width = console.width if console.is_terminal else 1000  # files have no width
         console.print(table)
-    plots = _plots(runs)
-    if pictures is not None:
-        with named("--pictures", pictures, "be written"):
-            pictures.mkdir(parents=True, exist_ok=True)
-            for name, png in plots.items():
-                (pictures / f"{name}.png").write_bytes(png)
     with named("--html", page, "be written"):
-        page.write_text(_html(tables, plots), encoding="utf-8")
-    print(f"page  {printable(str(page), kept='')}")
+        page.write_text(_html(tables, runs), encoding="utf-8")
+    print(f"page  {one_line(page)}")
 
 
 def _differences(runs: Sequence[RunResults]) -> list[Rows]:
@@ -81,13 +109,13 @@ def _differences(runs: Sequence[RunResults]) -> list[Rows]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings.get(name, "-") for run in runs] for name in names}
     differ = {
-        name: found
-        for name, found in values.items()
-        if len(set(found)) > 1 and name.split(".")[0] not in _NO_SETTINGS
+        name: each
+        for name, each in values.items()
+        if len(set(each)) > 1 and name.split(".")[0] not in _NO_SETTINGS
     }
     if not differ:
         return []
-    rows = [[run.label, *(found[i] for found in differ.values())] for i, run in enumerate(runs)]
+    rows = [[run.label, *(each[i] for each in differ.values())] for i, run in enumerate(runs)]
     return [[["run", *differ], *rows]]
 
 
@@ -109,55 +137,20 @@ def _row(run: RunResults) -> list[str]:
     ]
 
 
-def _table(rows: Rows) -> Table:
-    """Returns rows, the first of which are the columns' names, as a table."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name, *cells in zip(*rows, strict=True):
-        if name == "run":
-            table.add_column(name, overflow="fold")  # this column shrinks on a narrow terminal
-        else:
-            width = max(map(len, [*name.split(), *cells]))
-            table.add_column(name, justify="right", min_width=width)
-    for row in rows[1:]:
-        table.add_row(*map(Text, row))  # a string would be read as rich's markup
-    return table
-
-
-def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
-    """Draws the plots of `_TITLES`, for the runs that have their data, as PNGs."""
-    profiled = [run for run in runs if run.breakdown]
-    having = lambda name: [run for run in runs if run.steps("step", name)]
-    of = lambda name: functools.partial(plot.plot_steps, name=name, title=_TITLES[name].lower())
-    drawn = {}
-    for name, draw, shown in (
-        ("loss", plot.plot_loss, runs),
-        ("lr", of("lr"), having("lr")),
-        ("grad_norm", of("grad_norm"), having("grad_norm")),
-        ("throughput", plot.plot_throughput, having("tokens_per_s")),
-        ("breakdown", plot.plot_breakdown, profiled),
-    ):
-        if shown:
-            file = io.BytesIO()
-            draw(file, shown)
-            drawn[name] = file.getvalue()
-    return drawn
-
-
-def _html(tables: Sequence[Rows], plots: Mapping[str, bytes]) -> str:
-    """Returns the page: the tables, and the plots under their titles, in one file."""
+def _html(tables: Sequence[Rows], runs: Sequence[RunResults]) -> str:
+    """Returns the page: the tables and the plot, in one file."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
     parts = ["<h1>normfuse report</h1>"]
-    for i, (names, *rows) in enumerate(tables):
-        parts += ["<h2>Settings that differ</h2>"] * (i == 1)
+    for title, (names, *rows) in zip(("Runs", "Settings that differ"), tables):
         table = "\n".join([line(names, "th"), *(line(cells, "td") for cells in rows)])
-        parts.append(f'<div class="wide"><table>\n{table}\n</table></div>')
-    for name, png in plots.items():
-        data = base64.b64encode(png).decode()
-        parts.append(f"<h2>{_TITLES[name]}</h2>")
-        parts.append(f'<img alt="{_TITLES[name]}" src="data:image/png;base64,{data}">')
+        parts.append(f'<h2>{title}</h2><div class="wide"><table>\n{table}\n</table></div>')
+    file = io.BytesIO()
+    plot_loss(file, runs)
+    data = base64.b64encode(file.getvalue()).decode()
+    parts.append(f'<h2>Loss</h2>\n<img alt="Loss" src="data:image/png;base64,{data}">')
     head = f'<meta charset="utf-8"><title>normfuse report</title><style>{_STYLE}</style>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n'

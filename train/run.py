@@ -6,10 +6,10 @@ import functools
 import importlib.metadata
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,28 +22,28 @@ from ..models.functional import Params, build
 from ..models.sharding import Sharding
 from ..native.compiler import compilations
 from ..native.implementation import fallbacks
-from . import RunError, UsageError, distributed, plot, run_dir
-from .arguments import expanded, reason
+from . import RunError, UsageError, distributed, run_dir
+from .arguments import expanded
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, guard_limit, make_record
-from .compilation import explained, implementations, keep_compiled_programs, lower
-from .config import OptimConfig, TrainConfig, absolute, dump
-from .data import Text, batches, prompt_of, read, reference_bits_per_byte
-from .display import Display, quoted, shell_command, short
-from .evaluate import Evaluator, Validation
+from .compilation import explained, keep_compiled_programs, lower
+from .config import TrainConfig, absolute, dump
+from .data import batches
+from .display import Display, short
+from .evaluate import Evaluator, Validation, reference_bits_per_byte
 from .generation import sample
 from .lock import FolderLock
 from .loop import BadStep, Loop, StepLogger
 from .mesh import batch_sharding, check_memory, check_model, make_mesh, make_sharding, on_devices
-from .metrics import MetricsLog, peak_flops
+from .metrics import MetricsLog
 from .profiling import Profiler
-from .run_dir import RunDir, RunResults
+from .report import plot_loss
+from .run_dir import RunDir
 from .shutdown import StopRequest, Watchdog
 from .step import Program, State, make_optimizer, schedule
+from .text import Text, prompt_of, read
 from .tokenizer import Bpe
 
-_FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
-_SAMPLE = 1000  # characters of a sample that are printed; sample.txt has all
 _LAST_STEPS = 20  # the run prints their mean loss at the end
 
 
@@ -77,7 +77,7 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
             f"{name}: stopping after this step, then saving; a second signal stops at once",
             "yellow",
         )
-        watchdog = stack.enter_context(Watchdog(config.watchdog, out.stacks))
+        watchdog = stack.enter_context(Watchdog(config.watchdog))
         stack.enter_context(jax.set_mesh(mesh))
         Run(config, text, out, display, stop, watchdog, mesh, sharding).go(stack)
 
@@ -121,9 +121,14 @@ class Run:
             batch_size=config.batch_size // config.microbatches,
             documents=held_out,
         )
-        self.peak = peak_flops(mesh.devices.flat[0].device_kind, config.precision)
-        given = {"seq_len": config.seq_len, "batch_size": config.batch_size, "seed": config.seed}
-        self.batches = functools.partial(batches, text.train, **given, documents=training)
+        self.batches = functools.partial(
+            batches,
+            text.train,
+            seq_len=config.seq_len,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            documents=training,
+        )
 
     def go(self, stack: ExitStack) -> None:
         """Trains to the last step or until asked to stop, then validates, samples and plots.
@@ -133,9 +138,9 @@ class Run:
         self.introduce()
         began, known = time.perf_counter(), compilations()
         lowered = lower(self.program, self.config.batch_size, self.config.seq_len)
-        made = f", {compilations() - known} kernels compiled" if compilations() > known else ""
-        seconds = time.perf_counter() - began
-        self.display.fact("program", f"traced in {seconds:.1f} s{made}; XLA compiles it next")
+        seconds, kernels = time.perf_counter() - began, compilations() - known
+        with_kernels = f", {kernels} kernels compiled" if kernels else ""
+        self.display.fact("program", f"traced in {seconds:.1f} s{with_kernels}; XLA compiles it")
         if not self._take_folder(stack):
             return
         resuming = self.first and run_dir.resumes(self.config, self.out)
@@ -149,74 +154,62 @@ class Run:
             self._check_resume()
         self._write_settings()
         self.display.start()
-        self.watchdog.beat("compiling")
+        self.watchdog.beat()
         began = time.perf_counter()
         with explained():
             step = lowered.compile()
-        self.display.fact("program", f"compiled in {time.perf_counter() - began:.1f} s")
-        distributed.meet("compiled")
-        reasons = [] if self.config.implementation == "xla" else fallbacks()
-        for family, served_by in implementations(step.as_text() or "", reasons).items():
-            self.display.fact(family, served_by)
-        with explained(step):
+            self.display.fact("program", f"compiled in {time.perf_counter() - began:.1f} s")
+            distributed.meet("compiled")
+            for op, reason in () if self.config.implementation == "xla" else fallbacks():
+                self.display.fact("plain XLA", f"{op}: {reason}")
             state, done = self._restored() if resuming else (self.program.init(self.config.seed), 0)
             # All processes but the first write nothing.
             self.log = MetricsLog(
                 self.out.metrics if self.first else None,
                 from_step=done if resuming else None,
                 final=self.config.steps,
-                tensorboard=self.out.tensorboard if self.config.tensorboard else None,
             )
             stack.callback(self.log.close)
             state, done = self._loop(step, state, done)
             finished = done == self.config.steps and self._finish(state)
         if not finished:
             self.checkpoints.close()
-            self._print_how_to_resume(done)
+            self.display.stop()
+            where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save"
+            who, steps = self._who_stopped(), self.config.steps
+            self.display.note(f"stopped by {who} after step {done} of {steps}, {where}")
+            command = f"normfuse train --config {shlex.quote(str(self.out.config))}"
+            self.display.note(f"continue with: {command}")
 
     def introduce(self) -> None:
         """Prints the run's model, text and devices."""
         config, text, mesh, fact = self.config, self.text, self.mesh, self.display.fact
-        parameters = num_parameters(config.transformer())
-        fact(
-            "model",
-            f"{config.preset}, {short(parameters)} parameters, {_FRAMEWORKS[config.framework]}, "
-            f"{config.precision} (normfuse {importlib.metadata.version('normfuse')})",
-        )
-        files = f"{text.files} files, " if text.files > 1 else ""
+        parameters = short(num_parameters(config.transformer()))
+        version = importlib.metadata.version("normfuse")
+        model = f"{config.preset}, {parameters} parameters, {config.framework}"
+        fact("model", f"{model}, {config.precision} (normfuse {version})")
         documents = text.identity().get("documents")
         packed = "" if documents is None else f"{documents:,} documents, "
-        fact("text", f"{text.name}, {files}{packed}{len(text):,} bytes")
+        fact("text", f"{text.name}, {text.files} files, {packed}{len(text):,} bytes")
         fact("sha256", text.sha256)
         axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-        kind = mesh.devices.flat[0].device_kind
-        if config.mesh.keep_gathered and (mesh.shape["fsdp"] == 1 or config.model.remat == "none"):
-            self.display.note(
-                "--mesh.keep-gathered has nothing to keep: kernels are gathered twice only with "
-                "several fsdp devices and recomputed blocks (--model.remat dots or block).",
-                "yellow",
-            )
-        fact("mesh", f"{axes}, of {mesh.size} {kind} device{'s' * (mesh.size > 1)}")
-        if self.peak is not None:
-            fact("peak", f"{self.peak / 1e12:g} TFLOP/s a device in {config.precision}, for MFU")
-        elif jax.default_backend() != "cpu":
-            fact("peak", f"unknown for {kind}: MFU is not shown")
+        fact("mesh", f"{axes}, of {mesh.size} {mesh.devices.flat[0].device_kind} devices")
 
     def _take_folder(self, stack: ExitStack) -> bool:
         """Makes and locks the run's folder; returns False if asked to stop before that."""
         if self.config.out_dir is None:
             count = distributed.agree(self.out.make_new() if self.first else 0)
             self.out = RunDir(run_dir.numbered(self.out.path, count))
-            self.watchdog.stacks = self.out.stacks
         elif self.first:
             self.out.make()
         lock = FolderLock(self.out.lock, self.display.note)
         stack.callback(lock.release)
-        seconds, waits = self.config.lock_timeout, f"waiting for --out-dir {self.out.path}"
-        taken = lock.take(seconds, lambda: bool(self.stop), lambda: self.watchdog.beat(waits))
-        if not taken:
-            self.display.note(f"stopped by {self._who_stopped()} while {waits}")
-        return taken
+        seconds = self.config.lock_timeout
+        if lock.take(seconds, lambda: bool(self.stop), self.watchdog.beat):
+            return True
+        waiting = f"waiting for --out-dir {self.out.path}"
+        self.display.note(f"stopped by {self._who_stopped()} while {waiting}")
+        return False
 
     def _end_saving(self) -> None:
         """Waits for a save in the background when the run fails: it ends before the lock does."""
@@ -242,15 +235,11 @@ class Run:
         info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte} | more
         self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 
-    def _phase(self, name: str) -> None:
-        self.display.phase(name)
-        self.watchdog.beat(name)
-
     def _check_resume(self) -> None:
-        found = self.checkpoints.newest_record()
-        if found is None:
+        newest = self.checkpoints.newest_record()
+        if newest is None:
             return  # restoring will report each one's damage
-        step, record = found
+        step, record = newest
         if step > self.config.steps:
             raise UsageError(
                 f"--steps {self.config.steps}: the checkpoint in {self.out.path} has already taken "
@@ -258,12 +247,11 @@ class Run:
             )
         different = check_resume(record, self.config, self.text.identity())
         if different:
-            jump = _change_of_rate(record["config"], self.config, step)
-            listed = "\n".join([*different, *jump])
+            listed = "\n".join(different)
             self.display.note(f"continuing with other settings:\n{listed}", "yellow")
 
     def _restored(self) -> tuple[State, int]:
-        self._phase("restoring")
+        self.watchdog.beat()
         state, record = self.checkpoints.restore(self.program.abstract())
         check_resume(record, self.config, self.text.identity())  # may be older than the newest
         self.display.note(f"continuing after step {record['step']}")
@@ -275,17 +263,15 @@ class Run:
             config,
             self.log.write,
             self.display,
-            self.peak * self.mesh.size if self.peak else None,
             self.program.skip_limit,
             self.text.tokens_per_byte,
             skipped=int(state.skipped),
-            attended=self.text.windows(config.seq_len).attended(),
         )
         rows = batch_sharding(self.mesh)
         profiler = Profiler(self.out.profile) if config.profile else None
 
         def on_step(step: int, settle: Callable[[], None]) -> None:
-            self.watchdog.beat(f"taking step {step}")
+            self.watchdog.beat()
             self.checkpoints.check()  # reports a failed save before the next one is due
             if profiler:
                 profiler.before(step, settle)
@@ -313,13 +299,13 @@ class Run:
         alone = jax.process_count() == 1
 
         def stopping() -> bool:
-            self.watchdog.beat("validating")
+            self.watchdog.beat()
             return alone and bool(self.stop)
 
         return self.evaluator(params, tokens, stopping)
 
     def _save(self, state: State, step: int) -> None:
-        self._phase("saving")
+        self.watchdog.beat()
         self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
@@ -342,27 +328,14 @@ class Run:
 
     def _finish(self, state: State) -> bool:
         """Validates, samples and plots; returns False if asked to stop before that was done."""
-        try:
-            return self._evaluated_and_plotted(state)
-        except OSError as error:
-            self.checkpoints.close()
-            raise RunError(
-                f"all {self.config.steps} steps are done and saved in "
-                f"{self.out.checkpoints / str(self.config.steps)}, but the rest could not be "
-                f"written: {reason(error)}. Once there is room, this does the rest: "
-                f"{self._command_to_continue()}"
-            ) from error
-
-    def _evaluated_and_plotted(self, state: State) -> bool:
         config, out = self.config, self.out
-        self._phase("validating")
-        found = self._evaluate(state.params, config.eval.final_tokens)
-        if found is None:
+        self.watchdog.beat()
+        validation = self._evaluate(state.params, config.eval.final_tokens)
+        if validation is None:
             return False
-        self.log.write(found.entry(config.steps))
-        drawn = None
+        self.log.write(validation.entry(config.steps))
         if jax.process_count() == 1 and config.sample.tokens:
-            self._phase("sampling")
+            self.watchdog.beat()
             (drawn,) = sample(
                 self.model,
                 state.params,
@@ -374,77 +347,32 @@ class Run:
                 seed=config.seed,
             )
             out.sample.write_text(drawn, encoding="utf-8")
-        self._phase("plotting")
-        results = self._plot() if self.first else None
+            self.display.note(f"\nsample:\n{drawn}\n")
+        self.watchdog.beat()
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
         self.display.stop()
-        if drawn is not None:
-            shown = drawn if len(drawn) <= _SAMPLE else f"{drawn[:_SAMPLE]}…"
-            self.display.note(f"\nsample:\n{shown}\n")
-        written = {
-            "checkpoint": out.checkpoints / str(config.steps),
-            "metrics": out.metrics,
-            "plot": out.plot,
-            "sample": out.sample,
-            "profile": out.profile / "table.txt",
-        }
-        for name, path in written.items():
-            if path.exists():
-                self.display.fact(name, str(path))
-        prompt = f"--prompt={quoted(prompt_of(config, self.text))}"
-        self.display.fact("more text", f"{shell_command('generate')} {quoted(out.path)} {prompt}")
-        if results:
-            losses = [line["loss"] for line in results.steps("step")[-_LAST_STEPS:]]
-            mean = math.fsum(losses) / max(len(losses), 1)
-            self.display.fact(
-                "loss",
-                f"{mean:.4f} nats/token, {results.bits_per_byte(mean):.3f} bits/byte (mean of the "
-                f"last {len(losses)} steps)",
-            )
-            others = ", ".join(f"{name} {bits:.2f}" for name, bits in results.references.items())
-            self.display.fact(
-                "validation",
-                f"loss {found.loss:.4f} nats/token, {found.bits_per_byte:.3f} bits/byte "
-                f"({others} bits/byte)",
-            )
+        if self.first:
+            self._plot(validation)
         return True
 
-    def _plot(self) -> RunResults:
-        """Draws loss.png, and a profile's breakdown; returns what they show."""
-        references = reference_bits_per_byte(self.text)
+    def _plot(self, validation: Validation) -> None:
+        """Draws loss.png, and prints the results."""
+        references = reference_bits_per_byte(self.text.raw_train, self.text.raw_held_out)
         self._write_text_info({"references": references})
         results = self.out.results(f"{self.config.preset}, {self.config.framework}")
-        plot.plot_loss(self.out.plot, [results])
-        if results.breakdown:
-            plot.plot_breakdown(self.out.profile / "breakdown.png", [results])
-        return results
-
-    def _print_how_to_resume(self, done: int) -> None:
-        self.display.stop()
-        where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save yet"
-        stopped = f"stopped by {self._who_stopped()} after step {done} of {self.config.steps}"
-        self.display.note(f"{stopped}, {where}")
-        self.display.note(f"continue with: {self._command_to_continue()}")
-
-    def _command_to_continue(self) -> str:
-        return f"{shell_command('train')} --config {quoted(self.out.config)}"
+        plot_loss(self.out.plot, [results])
+        for path in (self.out.metrics, self.out.plot, self.out.sample, self.out.profile):
+            if path.exists():
+                self.display.fact("wrote", str(path))
+        losses = [line["loss"] for line in results.steps("step")[-_LAST_STEPS:]]
+        mean = math.fsum(losses) / max(len(losses), 1)
+        self.display.fact(
+            "loss",
+            f"{mean:.4f} nats/token, {results.bits_per_byte(mean):.3f} bits/byte (mean of the "
+            f"last {len(losses)} steps)",
+        )
+        others = ", ".join(f"{name} {bits:.2f}" for name, bits in references.items())
+        self.display.fact("validation", f"{validation} ({others} bits/byte)")
 
     def _who_stopped(self) -> str:
         return self.stop.signal.name if self.stop.signal else "another process"
-
-
-def _change_of_rate(saved: dict[str, Any], config: TrainConfig, step: int) -> list[str]:
-    """Returns a line on how the learning rate jumps where a run goes on with another schedule."""
-    if step == config.steps:
-        return []
-    rate = lambda optim, steps, at: float(jnp.asarray(schedule(optim, steps)(at)))
-    known = {f.name for f in dataclasses.fields(OptimConfig)}
-    optim = OptimConfig(**{name: x for name, x in saved["optim"].items() if name in known})
-    before, after = rate(optim, saved["steps"], step - 1), rate(config.optim, config.steps, step)
-    expected = rate(optim, saved["steps"], step)
-    if expected and 0.8 < after / expected < 1.25:
-        return []
-    return [
-        f"  the learning rate jumps from {before:.2g} at step {step} to {after:.2g} at step "
-        f"{step + 1}; its decay now ends at step {config.steps}"
-    ]

@@ -6,13 +6,10 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_GRACE = 15  # seconds that the watchdog's backstop leaves its thread to speak
 
 
 class StopRequest:
@@ -80,62 +77,24 @@ class StopRequest:
 class Watchdog:
     """While entered, ends the process with exit code 1 when nothing has happened for a while.
 
-    A run that hangs must not hold its devices for ever. A thread prints what the run was doing,
-    writes all stacks to the standard error and to a file, and ends the process. It needs the
-    interpreter: should a call into C hold that, a second timer without Python (`faulthandler`'s)
-    ends the process a little later, with the stacks alone.
-
-    Nothing may happen for so many seconds; 0 disables. `stacks` is the file, whose folder need not
-    exist.
+    A run that hangs must not hold its devices for ever. `faulthandler` writes the stacks of all
+    threads to the standard error, without Python: a call into C may hold the interpreter. 0
+    `seconds` disable it.
     """
 
-    def __init__(self, seconds: int, stacks: Path) -> None:
-        self._seconds, self.stacks = seconds, stacks
-        self._last, self._doing = time.monotonic(), "starting"
-        self._ended = threading.Event()
+    def __init__(self, seconds: int) -> None:
+        self._seconds = seconds
 
-    def beat(self, doing: str) -> None:
-        """Notes that the run goes on, and what it does now."""
-        self._last, self._doing = time.monotonic(), doing
+    def beat(self) -> None:
+        """Notes that the run goes on."""
+        stderr: Any = sys.__stderr__  # that of a notebook or a test need be no file
         if self._seconds:
-            after = self._seconds + _GRACE
-            faulthandler.dump_traceback_later(after, exit=True, file=_stderr())
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=stderr)
 
     def __enter__(self) -> "Watchdog":
-        self.beat(self._doing)
-        if self._seconds:
-            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        self.beat()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self._last + self._seconds - time.monotonic()):
-            if time.monotonic() - self._last >= self._seconds:
-                self._end()
-
-    def _end(self) -> None:
-        err = _stderr()
-        print(
-            f"error: no progress for --watchdog {self._seconds} s while {self._doing}. Of several "
-            "processes, another may be gone. The stacks of all threads follow, and are in "
-            f"{self.stacks}.",
-            file=err,
-            flush=True,
-        )
-        faulthandler.dump_traceback(err)
-        with contextlib.suppress(OSError), self.stacks.open("w") as file:
-            faulthandler.dump_traceback(file)  # the standard error has them too
-        os._exit(1)
-
-
-def _stderr() -> TextIO:
-    """Returns the standard error as a real file, which a notebook's or a test's need not be."""
-    try:
-        sys.stderr.fileno()
-        return sys.stderr
-    except (AttributeError, OSError, ValueError):
-        return cast(TextIO, sys.__stderr__)

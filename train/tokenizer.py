@@ -5,57 +5,38 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, AnyStr, Protocol
+from typing import AnyStr
 
 import numpy as np
 
 from . import UsageError
-from .arguments import expanded, named, read_bytes, reason, shown
+from .arguments import expanded, named
 
 _PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes for each
 _BATCH = 8 * _PIECE  # characters encoded in parallel
 _END = "<|endoftext|>"
 
 
-class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
+class Bytes:
+    """The tokenizer whose tokens are a text's bytes. `Bpe` has the same methods."""
 
-    name: str  # the value of `--data.tokenizer`
-    vocab_size: int  # every token is below it
+    name, vocab_size = "byte", 256  # the value of `--data.tokenizer`; every token is below the size
 
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Returns a text's tokens, unsigned integers, and the number of bytes of each."""
-        ...
-
-    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns what `encode` does, of all documents, and the number of tokens of each."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, without those beyond the vocabulary."""
-        ...
-
-    def identity(self) -> str:
-        """Returns the identity of the tokenizer, which a resumed run must share."""
-        ...
-
-
-class Bytes:
-    """Every byte is a token."""
-
-    name, vocab_size = "byte", 256
-
-    def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         tokens = np.frombuffer(content, np.uint8)
         return tokens, np.broadcast_to(np.uint8(1), tokens.shape)
 
     def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns what `encode` does, of all documents, and the number of tokens of each."""
         return *self.encode(b"".join(documents)), np.array([*map(len, documents)], np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, without those beyond the vocabulary."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def identity(self) -> str:
+        """Returns the identity of the tokenizer, which a resumed run must share."""
         return self.name
 
 
@@ -63,7 +44,9 @@ class Bpe:
     """A tokenizer in Hugging Face's format: the content of a `tokenizer.json`, and its name."""
 
     def __init__(self, content: str, name: str) -> None:
-        self._tokenizer = _package().Tokenizer.from_str(content)
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_str(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.name, self.content = name, content
@@ -93,7 +76,8 @@ class Bpe:
     @classmethod
     def of_bytes(cls) -> "Bpe":
         """Returns the tokenizer whose tokens are bytes, as `Bytes`."""
-        package = _package()
+        import tokenizers as package
+
         # The characters of the package's byte level: a byte that is a printable one is itself.
         own = {*range(33, 127), *range(161, 173), *range(174, 256)}
         others = iter(range(256, 512))
@@ -114,6 +98,9 @@ class Bpe:
         return f"sha256 {hashlib.sha256(self.content.encode()).hexdigest()[:16]}"
 
 
+Tokenizer = Bytes | Bpe
+
+
 def make_tokenizer(name: str, content: Iterable[bytes], saved: Path | None = None) -> Tokenizer:
     """Returns the tokenizer that `--data.tokenizer` names.
 
@@ -127,14 +114,17 @@ def make_tokenizer(name: str, content: Iterable[bytes], saved: Path | None = Non
     """
     if name == "byte":
         return Bytes()
-    if match := re.fullmatch(r"bpe:([0-9]+)", name):
-        if len(match[1]) > 9:
-            raise UsageError(f"--data.tokenizer {shown(name)} must have fewer than 10**9 tokens.")
-        if saved is not None and saved.exists():
-            cure = " Delete it to train it on the text again."
-            return _read(saved, name, f"--data.tokenizer {name}:", cure)
-        return Bpe(_trained(int(match[1]), content), name)
-    return read_tokenizer(expanded(name, "--data.tokenizer"))
+    if (size := _trained_size(name)) is None:
+        return read_tokenizer(expanded(name, "--data.tokenizer"))
+    if saved is not None and saved.exists():
+        return Bpe(read_tokenizer(saved).content, name)
+    return Bpe(_trained(size, content), name)
+
+
+def _trained_size(name: str) -> int | None:
+    """Returns the number of tokens of an encoding to train, None for another name's."""
+    match = re.fullmatch(r"bpe:([0-9]{1,9})", name)
+    return None if match is None else int(match[1])
 
 
 def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
@@ -143,10 +133,18 @@ def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
     Raises:
       UsageError: as `make_tokenizer`.
     """
+    path = path / "tokenizer.json" if path.is_dir() else path
     with named(argument, path):
-        path = path / "tokenizer.json" if path.is_dir() else path
-    cure = " Give `byte`, `bpe:N` or the path of a tokenizer.json." if argument[0] == "-" else ""
-    return _read(path, str(path), argument, cure)
+        content = path.read_bytes().decode()
+    try:
+        return Bpe(content, str(path))
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # the package raises a bare Exception
+        raise UsageError(
+            f"{argument} {path} is not a valid tokenizer.json: {error}. Give another one, `byte` "
+            "or `bpe:N`; delete that of a run to train it again."
+        ) from None
 
 
 def vocabulary_of(name: str) -> int | None:
@@ -159,29 +157,15 @@ def vocabulary_of(name: str) -> int | None:
     """
     if name == "byte":
         return None
-    if trained := re.fullmatch(r"bpe:([0-9]+)", name):
-        size = int(trained[1][:9])  # `make_tokenizer` refuses more digits
-    else:
+    if (size := _trained_size(name)) is None:
         size = read_tokenizer(expanded(name, "--data.tokenizer")).vocab_size
     return -(-size // 128) * 128
 
 
-def _read(path: Path, name: str, argument: str, cure: str) -> Bpe:
-    try:
-        return Bpe(read_bytes(path).decode(), name)
-    except (OSError, UnicodeDecodeError) as error:
-        why = reason(error, path)
-        raise UsageError(f"{argument} {path} cannot be read: {why}.{cure}") from None
-    except UsageError:
-        raise
-    except Exception as error:  # the package raises a bare Exception
-        text = f"{argument} {path} is not a valid tokenizer.json: {error}.{cure}"
-        raise UsageError(text) from None
-
-
 def _trained(vocab_size: int, content: Iterable[bytes]) -> str:
     """Trains a byte-level BPE; the result depends on the text alone."""
-    package = _package()
+    import tokenizers as package
+
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + 1
     if vocab_size < least:
@@ -241,14 +225,3 @@ def _widths(piece: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     ends = np.maximum.accumulate(at[np.array([end for _, end in offsets], np.int64)])
     ends[-1:] = at[-1]
     return np.diff(ends, prepend=0)
-
-
-def _package() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise UsageError(
-            "--data.tokenizer other than `byte` needs the package tokenizers: "
-            "pip install 'normfuse[train]'."
-        ) from None
-    return tokenizers

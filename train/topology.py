@@ -4,10 +4,7 @@ JAX's CUDA plugin compiles ahead of time for a topology of devices. Memory and c
 program are then XLA's own; only its time needs a GPU.
 """
 
-import collections
-import dataclasses
 import functools
-import math
 import re
 from pathlib import Path
 
@@ -19,13 +16,12 @@ from jax.stages import Compiled
 from ..models.config import TransformerConfig
 from ..models.functional import build
 from ..native.jax_private import described_cudnn
-from . import UsageError
 from .config import TrainConfig
-from .mesh import check_model, make_mesh, make_sharding
+from .mesh import make_sharding
 from .step import Program, State, make_optimizer, schedule
 
 # No GPU is there to time products on, and without a time XLA would guess Triton where cuBLAS wins.
-# What LLVM makes of the kernels is not read: they are compiled without its optimizations.
+# Nobody reads what LLVM makes of the kernels: they are compiled without its optimizations.
 OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_backend_optimization_level": 0,
@@ -37,8 +33,6 @@ MEMORY = {
     "H100": (85_000_000_000, 3_352_320_000_000),
 }
 _CUDNN = 91_000  # cuDNN's version in the description of the devices
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "f32": 4}
-_BYTES |= {"f8e4m3fn": 1, "f8e5m2": 1}
 
 
 @functools.cache
@@ -55,101 +49,6 @@ def devices(kind: str, hosts: int, each: int) -> list[jax.Device]:
     shape = f"1x{hosts}x{each}"
     name = kind.lower()
     return topologies.get_topology_desc(name, "cuda", target_config=text, topology=shape).devices
-
-
-@dataclasses.dataclass(frozen=True)
-class Needs:
-    """What a compiled program takes on each device.
-
-    Attributes:
-      bytes: its arguments, updated in place, and all temporaries.
-      collectives: of each kind, how many it runs, and the bytes of their results.
-    """
-
-    bytes: int
-    collectives: dict[str, tuple[int, int]]
-
-
-def needs(program: Compiled) -> Needs:
-    """Returns what XLA's analyses say of a program."""
-    memory = program.memory_analysis()
-    text = program.as_text()
-    assert memory is not None and text is not None
-    size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return Needs(size, _collectives(text))
-
-
-_COLLECTIVE = re.compile(
-    r"= (\(.*?\)|\S+) "
-    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
-_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
-_TIMES = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-
-
-def _collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Counts the collectives that a program runs, those of a loop at each of its turns."""
-    bodies: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.endswith("{") and (found := re.match(r"(ENTRY )?%?([\w.\-]+) ", line)):
-            lines = bodies.setdefault("ENTRY" if found[1] else found[2], [])
-        elif line.startswith(" "):
-            lines.append(line)
-
-    @functools.cache
-    def count(name: str) -> collections.Counter:
-        total: collections.Counter = collections.Counter()
-        for line in bodies.get(name, ()):
-            if found := _COLLECTIVE.search(line):
-                shapes, kind, started = found.groups()
-                arrays = _ARRAY.findall(shapes)
-                # A start has (operands, results); an older all-reduce's only results.
-                if started and (kind != "all-reduce" or shapes.startswith("((")):
-                    arrays = arrays[len(arrays) // 2 :]
-                total[kind, "number"] += 1
-                total[kind, "bytes"] += sum(
-                    _BYTES[dtype] * math.prod(map(int, filter(None, shape.split(","))))
-                    for dtype, shape in arrays
-                )
-            times = _TIMES.search(line)
-            for called in _CALLED.findall(line):
-                for key, value in count(called).items():
-                    total[key] += value * (int(times[1]) if times and " while(" in line else 1)
-        return total
-
-    total = count("ENTRY")
-    kinds = sorted({kind for kind, _ in total})
-    return {kind: (total[kind, "number"], total[kind, "bytes"]) for kind in kinds}
-
-
-def compile_for(
-    kind: str, count: int, host: int, config: TrainConfig, model: TransformerConfig
-) -> tuple[Mesh, Compiled]:
-    """Compiles the training step of a configuration for described GPUs.
-
-    Args:
-      kind: "H200" or "H100".
-      count: how many there are.
-      host: GPUs of one host.
-      config: the run.
-      model: its transformer.
-    Returns: the mesh and the program.
-
-    Raises:
-      UsageError: JAX's CUDA plugin is not installed, or the run does not fit the mesh.
-    """
-    try:
-        found = devices(kind, -(-count // host), min(count, host))
-    except RuntimeError as error:
-        raise UsageError(
-            "plan needs JAX's CUDA plugin, though no GPU: pip install 'normfuse[cuda13]' "
-            f"({error})."
-        ) from None
-    mesh = make_mesh(config.mesh, found)
-    check_model(config, mesh, make_sharding(config.mesh, mesh, config.batch_size // config.pieces))
-    return mesh, step_on(mesh, config, model)[0]
 
 
 def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[Compiled, State]:

@@ -77,9 +77,9 @@ def attention(
       implementation: None, "cudnn", "xla" (blocks), or both in order.
 
     Returns:
-      `(batch, length, heads, width)` in `dtype`. First derivatives, in both modes, are computed in
-      blocks too; a second derivative has the scores in memory. A policy of `jax.checkpoint` that
-      saves the names "attention" and "attention_lse" keeps what the backward needs.
+      `(batch, length, heads, width)` in `dtype`. Gradients are computed in blocks too; forward mode
+      and second derivatives have the scores in memory. A policy of `jax.checkpoint` that saves the
+      names "attention" and "attention_lse" keeps what the backward needs.
 
     Raises:
       TypeError: for q, k, v or a bias that are not floating, a mask that is not bool, segment ids

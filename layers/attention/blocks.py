@@ -6,7 +6,7 @@ exp(score - m) and the product with the values, and rescales them when a block h
     m' = max(m, max_j s_j)    p_j = exp(s_j - m')    l' = l · exp(m - m') + Σ_j p_j
     acc' = acc · exp(m - m') + Σ_j p_j · v_j         out = acc / l
 
-The derivatives compute each block's scores again, and p = exp((s - m) - log l) from the saved m and
+The backward computes each block's scores again, and p = exp((s - m) - log l) from the saved m and
 log l. These stay apart: where a bias moves all scores of a row far from 0, log l would be lost in
 the rounding of m + log l, and p wrong by a factor.
 
@@ -110,52 +110,8 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
     return [dq, dk, dv, *map(tiles.whole_bias, dbias)]
 
 
-def tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = False) -> Any:
-    """`(q, k, v, *extras, out, m, log l, *moving) -> [tangent of out]`.
-
-        ds = cap' · scale · (dq · k + q · dk) + dbias
-        dout = Σ_j p_j · (ds_j · v_j + dv_j) - out · Σ_j p_j · ds_j
-
-    `moving` are the tangents of q, k, v and the bias, as far as they exist.
-    """
-    count = len(spec.extras)
-    extras, (out, most, log_sum, *moving) = rest[:count], rest[count:]
-    if not _in_blocks(q, k):
-        return square_tangent(spec, q, k, v, *extras, *moving)
-    tiles = _Tiles.of(spec, q, k, extras, gpu)
-    qs, ks, vs, wide = tiles.rows(q), tiles.keys(k), tiles.keys(v), tiles.wide
-    weights, found = tiles.weights(most, log_sum), iter(moving)
-    cut = tiles.rows, tiles.keys, tiles.keys
-    dqs, dks, dvs = (c(next(found)) if moves else None for c, moves in zip(cut, spec.moving))
-    dbias = None if spec.dbias is None else tiles.padded(next(found), spec.dbias)
-
-    def step(carry: Any, i: Array, j: Array) -> Any:
-        acc, total = carry
-        q, k, v = _at(qs, i), _at(ks, j), _at(vs, j)
-        s, slope = tiles.scores(q, k, i, j)
-        p = weights(s, i)
-        ds = jnp.zeros_like(s)
-        if dqs is not None:
-            ds += tiles.dot(_at(dqs, i), k, -1, -1)
-        if dks is not None:
-            ds += tiles.dot(q, _at(dks, j), -1, -1)
-        ds *= slope * spec.scale
-        if dbias is not None:
-            ds += tiles.flat(tiles.block(dbias, i, j).astype(wide))
-        ds = p * jnp.where(p == 0, 0, ds)
-        added = tiles.dot(ds.astype(v.dtype), v, -1, -2)
-        if dvs is not None:
-            added += tiles.dot(p.astype(v.dtype), _at(dvs, j), -1, -2)
-        return _add(acc, added, i), _add(total, jnp.sum(ds, axis=-1), i)
-
-    start = jnp.zeros(qs.shape, wide), jnp.zeros(qs.shape[:-1], wide)
-    acc, total = tiles.run(step, start)
-    moved = acc - total[..., None] * tiles.rows(out).astype(wide)
-    return [tiles.whole_rows(moved.astype(q.dtype))]
-
-
 def _in_blocks(q: Array, k: Array) -> bool:
-    """Whether there is something to compute, and the lengths are known."""
+    """Returns whether there is something to compute, and the lengths are known."""
     return all(isinstance(n, int) for n in (*q.shape, *k.shape)) and 0 not in (*q.shape, *k.shape)
 
 
@@ -208,18 +164,6 @@ def square_gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> 
     *extras, dout = rest
     function, operands = _moved(spec, q, k, v, extras)
     return list(jax.vjp(function, *operands)[1](dout))[: 3 + (spec.dbias is not None)]
-
-
-def square_tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> list[Array]:
-    """`(q, k, v, *extras, *moving) -> [tangent of out]`."""
-    count = len(spec.extras)
-    function, operands = _moved(spec, q, k, v, rest[:count])
-    found = iter(rest[count:])
-    moves = *spec.moving, spec.dbias is not None
-    tangents = [
-        next(found).astype(a.dtype) if m else jnp.zeros_like(a) for a, m in zip(operands, moves)
-    ]
-    return [jax.jvp(function, operands, tuple(tangents))[1]]
 
 
 def _seen(spec: Spec, given: Extras, rows: Array, keys: Array, ndim: int) -> Array | None:

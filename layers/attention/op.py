@@ -5,7 +5,7 @@ of keys: their devices then add up the gradients of keys and values. Lengths and
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from ...native.implementation import Order, Unsupported, report
 from ...native.kernel import Body, Kernel, lower
-from ..core.op import Op, Split, batch_at, reshard_like, vary, where_lowered
+from ..core.op import (
+    Op,
+    Split,
+    batch_at,
+    jvp_along,
+    reshard_like,
+    tangents_of,
+    vary,
+    where_lowered,
+)
 from . import blocks
 from .spec import Dimensions, Spec, numbers
 
@@ -35,8 +44,8 @@ NAMES = "attention", "attention_lse", "attention_lse"
 class _Share(Kernel):
     """Attention, or its gradients, on one device: by cuDNN, or in blocks of plain JAX."""
 
-    def __init__(self, name: str, definition: Body, function: str | None):
-        self._function = function  # a function of `cudnn`; None if that has none
+    def __init__(self, name: str, definition: Body, function: str):
+        self._function = function  # its name in `cudnn`
         super().__init__(name, definition, {})
 
     def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Spec, order: Order) -> Any:
@@ -55,8 +64,6 @@ class _Share(Kernel):
     def _by_cudnn(self, platform: str | None, ctx: Any, spec: Spec) -> Body:
         if platform != "cuda":
             raise Unsupported("there is no cuDNN")
-        if self._function is None:
-            raise Unsupported("cuDNN has no forward mode")
         from ...native.launch import target_for  # only a CUDA lowering needs the CUDA engine
         from . import cudnn
 
@@ -78,12 +85,11 @@ def _refuse_plain(ctx: Any, spec: Spec, order: Order) -> Order:
 
 _forward = _Share("attention_share", blocks.forward, "forward")
 _gradients = _Share("attention_gradients_share", blocks.gradients, "gradients")
-_tangent = _Share("attention_tangent_share", blocks.tangent, None)
 
 
-def _body_of(share: _Share) -> Callable[..., Any]:
-    """Returns the body of an operation whose results are those of each device's share."""
-    return lambda spec, split, *operands, order: share(spec, *operands, order=order)
+def _forward_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
+    del split
+    return _forward(spec, *operands, order=order)
 
 
 def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
@@ -127,16 +133,14 @@ def _batch(
     size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
     old, _ = op.dims(spec, args[0].ndim - (batched[0] is not None), 0)  # pyright: ignore
     extras = range(3, 3 + len(spec.extras))
-    is_tangent = op is tangent
-    optional = {*extras, len(args) - 1} if is_tangent and spec.dbias is not None else {*extras}
     moved, dims = [], []
     for i, (array, at) in enumerate(zip(args, batched)):
-        has = at is not None or i not in optional
+        has = at is not None or i not in extras
         moved.append(batch_at(array, at, 0, size) if has else array)
         dims.append((*[0] * has, *[n + 1 for n in old[i]]))
     dbias = spec.dbias
     if dbias is not None:
-        dbias = dims[-1] if is_tangent else (0, *[n + 1 for n in dbias])
+        dbias = 0, *[n + 1 for n in dbias]
     spec = spec.with_extras([dims[i] for i in extras], dbias=dbias)
     placed = [placed_like(a, n, moved[0]) for a, n in zip(moved, dims)]
     results = op(spec, *placed, order=order)
@@ -144,63 +148,45 @@ def _batch(
 
 
 # ---------------------------------------------------------------- derivatives
-# Both modes of first order run in blocks. Their derivatives are the formula's, with all scores in
-# memory, where out and the statistics are functions of the other operands.
+# The backward runs in blocks. The tangent and second derivatives are the formula's, with all scores
+# in memory, where out and the statistics are functions of the other operands.
+
+
+def _out(spec: Spec, *operands: Array) -> list[Array]:
+    return [blocks.square(spec, *operands)[0]]
+
+
+def _refuse_forward_mode(spec: Spec, order: Order) -> None:
+    if order.strict:
+        raise _refusal(spec, "cuDNN has no forward mode")
+
+
+def _backward(
+    spec: Spec, cts: Any, operands: Any, results: Any, wanted: Any, *, order: Order
+) -> list[Any]:
+    """Returns the gradients of q, k, v and the bias; None of the other extras."""
+    dbias = spec.bias if spec.bias is not None and wanted[3] else None
+    found = gradients(replace(spec, dbias=dbias), *operands, *results, *cts, order=order)
+    return found + [None] * (len(operands) - len(found))
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
-    q, k, v, *extras = primals
     results = attention(replace(spec, statistics=2), *primals, order=order)
     saved = [checkpoint_name(r, name) for r, name in zip(results, NAMES)]
-    zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in saved]
-    moves = [type(t) is not ad.Zero for t in tangents[:4]]
-    of_bias = spec.bias is not None and moves[3]
-    moving = [t for t in tangents[: 3 + of_bias] if type(t) is not ad.Zero]
+    count = 3 + (spec.bias is not None)  # masks and segments have no tangents
+    moving = [*tangents[:count], *[None] * (len(tangents) - count)]
+    dout = tangents_of(attention, _backward, spec, primals, moving, saved[:1], saved, order=order)
+    zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in saved[1:]]
     count = 1 + spec.statistics
-    if not moving:
-        return saved[:count], zeros[:count]
-    dbias = spec.bias if of_bias else None
-    linear = replace(spec, moving=tuple(moves[:3]), dbias=dbias)
-    (dout,) = tangent(linear, q, k, v, *extras, *saved, *moving, order=order)
-    return saved[:count], [dout, *zeros[1:]][:count]
-
-
-def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
-    count = 6 + len(spec.extras)
-    moving = operands[count:]
-    if type(cts[0]) is ad.Zero:
-        return [None] * count + [ad.Zero(t.aval) for t in moving]
-    dq, dk, dv, *dbias = gradients(spec, *operands[:count], cts[0], order=order)
-    found = [g for g, moves in zip((dq, dk, dv), spec.moving) if moves] + dbias
-    return [None] * count + [g.astype(t.aval.dtype) for g, t in zip(found, moving, strict=True)]
+    return saved[:count], [*dout, *zeros][:count]
 
 
 def _gradients_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
-    results = gradients(spec, *primals, order=order)
-    return results, _tangents_of(blocks.square_gradients, spec, primals, tangents, results)
-
-
-def _tangent_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
-    results = tangent(spec, *primals, order=order)
-    return results, _tangents_of(blocks.square_tangent, spec, primals, tangents, results)
-
-
-def _tangents_of(
-    formula: Body, spec: Spec, primals: Any, tangents: Any, results: Sequence[Array]
-) -> Sequence[Any]:
-    """Returns the tangents of `formula`, whose operands are all but out and the statistics."""
     first = 3 + len(spec.extras)
-    used = [i for i in range(len(primals)) if i not in range(first, first + 3)]
-    moving = [i for i in used if type(tangents[i]) is not ad.Zero]
-    if not moving:
-        return [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
-
-    def function(*moved: Array) -> Sequence[Array]:
-        values = dict(enumerate(primals)) | dict(zip(moving, moved))
-        return formula(spec, *[values[i] for i in used])
-
-    at, along = [primals[i] for i in moving], [tangents[i] for i in moving]
-    return jax.jvp(function, tuple(at), tuple(along))[1]
+    without = lambda arrays: [*arrays[:first], *arrays[first + 3 :]]  # out and the statistics
+    formula = functools.partial(blocks.square_gradients, spec)
+    _, dresults = jvp_along(formula, without(primals), without(tangents))
+    return gradients(spec, *primals, order=order), dresults
 
 
 # ---------------------------------------------------------------- operations
@@ -215,8 +201,10 @@ attention = _op(
     "attention",
     blocks.forward,
     dims=Spec.forward_dims,
-    body=_body_of(_forward),
+    body=_forward_body,
     jvp=_forward_jvp,
+    formula=_out,
+    forward_mode=_refuse_forward_mode,
     without_last=_without_last,
 )
 gradients = _op(
@@ -225,13 +213,5 @@ gradients = _op(
     dims=Spec.gradients_dims,
     body=_gradients_body,
     jvp=_gradients_jvp,
-)
-tangent = _op(
-    "attention_tangent",
-    blocks.tangent,
-    dims=Spec.tangent_dims,
-    body=_body_of(_tangent),
-    jvp=_tangent_jvp,
-    transpose=_transpose_tangent,
 )
 attention.backward = gradients

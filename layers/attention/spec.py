@@ -65,9 +65,8 @@ class Spec:
     bias: Dimensions | None = None
     mask: Dimensions | None = None
     segments: tuple[Dimensions, Dimensions] | None = None  # dimensions for queries, for keys
-    # The dimensions of the bias's gradient or tangent; None where there is none.
+    # The dimensions of the bias's gradient; None where there is none.
     dbias: Dimensions | None = None
-    moving: tuple[bool, bool, bool] = (True, True, True)  # have q, k, v a tangent?
     # Number of results a row has besides the output: its largest score, the log of its sum.
     statistics: int = 2
     op: str = "attention"  # the function the user called
@@ -92,13 +91,6 @@ class Spec:
         d = numbers(q_ndim)
         operands = d.q, d.kv, d.kv, *self.extras, d.q, d.rows, d.rows, d.q
         return operands, (d.q, d.kv, d.kv, *self._of_bias)
-
-    def tangent_dims(self, q_ndim: int, *_: int) -> Dims:
-        """The same of the tangent's, which takes out, statistics and the operands' tangents."""
-        d = numbers(q_ndim)
-        moving = [dims for dims, moves in zip((d.q, d.kv, d.kv), self.moving) if moves]
-        saved = d.q, d.rows, d.rows
-        return (d.q, d.kv, d.kv, *self.extras, *saved, *moving, *self._of_bias), (d.q,)
 
     def with_extras(self, dims: Sequence[Dimensions], **changes: Any) -> "Spec":
         """Returns the spec with these dimensions of the extras."""

@@ -13,31 +13,25 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...native import fingerprint, jax_private
+from ...native import jax_private
 from ...native.implementation import BEST, Order, report
-from ...native.kernel import Body, lower, result_types, without_mesh
-from .sharding import axes_of, mesh_and_spec, on_one_mesh, whole
+from ...native.kernel import Body, lower, result_types
+from .sharding import Dimensions, Dims, Loose, axes_of, devices_of, name_callback, shared_by, whole
 
 Results = list[Array]
 Leads = tuple[int, ...]
-Dimensions = tuple[int, ...]
-Dims = tuple[Sequence[Dimensions], Sequence[Dimensions]]
-
-
-class Loose(tuple):
-    """Dimensions of a parameter, such as scale: its stored sharding neither follows the rows nor
-    drives them. It is gathered (FSDP) or sliced to what a device needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +89,17 @@ class Op:
       batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
       batch: a batching rule in place of the general one, `(op, operands, batched, spec, order)`.
       share: how devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
-        partitioning: `(spec, sizes of mesh axes, operands' shapes, PartitionSpecs of operands and
-        results) -> (these specs as they must be, one device's function)`.
+        partitioning: `(spec, sizes of mesh axes, operands' and results' shapes, PartitionSpecs) ->
+        (these specs as they must be, one device's function)`.
       before: `(ctx, spec, order) -> order`, when it is lowered.
       jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
-      transpose: `(cotangents, *operands, spec, order)`, if it is linear.
+      transpose: `(cotangents, *operands, spec, order)`, where it is linear.
+      linear: the definition's own transpose serves, for an operation that is linear in what is
+        transposed, as a backward is in its cotangents.
+      types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
+        say; only an optimization.
+      formula: the differentiable results in plain JAX, where derivatives are not of `definition`.
+      forward_mode: `(spec, order)`, called where the tangent is lowered; may refuse it.
       backward: the first-order gradient, for readers and for listings.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
@@ -119,6 +119,10 @@ class Op:
     before: Callable[[Any, Any, Order], Order] | None = None
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
+    linear: bool = False
+    types: Callable[..., Sequence[Any] | None] | None = None
+    formula: Body | None = None
+    forward_mode: Callable[[Any, Order], None] | None = None
     backward: "Op | None" = None
     without_last: Callable[[Any], Any] | None = None
 
@@ -132,8 +136,8 @@ class Op:
         batch = functools.partial(self.batch, self) if self.batch else self._batch
         batching.primitive_batchers[p] = batch
         ad.primitive_jvps[p] = self.jvp or self._plain_jvp
-        if self.transpose:
-            ad.primitive_transposes[p] = self.transpose
+        if self.transpose or self.linear:
+            ad.primitive_transposes[p] = self.transpose or self._plain_transpose
         if self.without_last:
             jax_private.on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
@@ -154,15 +158,20 @@ class Op:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        if self.dims is None or self.share is not None:
+        types = self.types(spec, *operands) if self.types else None
+        if types and self.dims is None:
+            return list(types)
+        if self.dims is None or self.share is not None and types is None:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
-        types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
+        if types is None:
+            of = tuple((a.shape, a.dtype) for a in operands)
+            types = result_types(self.definition, spec, of)
         inputs, outputs = self._dims(spec, operands)
         leads, entries = self._leads(spec), {}
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
         like = operands[leads[0]]
-        specs = [P(*[entries[d] for d in dims]) for dims in outputs]
+        specs = [P(*[entries.get(d) for d in dims]) for dims in outputs]
         shardings = [NamedSharding(like.sharding.mesh, spec) for spec in specs]
         return [
             like.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding)
@@ -176,14 +185,17 @@ class Op:
         where = where_lowered(ctx, avals[leads[0]])
         lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
         plain = functools.partial(self.plain, spec)
+
+        def shared(whole: Any, share: Any, deciding: Sequence[int], dims: Dims) -> Any:
+            devices = devices_of(ctx)
+            results = lower_as(shared_by(whole, share, deciding, dims, devices))
+            self._name(ctx, results, devices, spec, order, dims)
+            return results
+
         mixed = avals[leads[0]].sharding.mesh.explicit_axes  # and Auto ones
         if self.share is not None and where == _Where() and not mixed:
-            devices = devices_of(ctx)
-            share = functools.partial(self.share, spec)
-            rule = shardy_rule(*self._dims(spec, avals))
-            results = lower_as(_shared(plain, share, rule, devices))
-            self._name(ctx, results, devices, spec, order)
-            return results
+            share, dims = functools.partial(self.share, spec), self._dims(spec, avals)
+            return shared(plain, share, range(len(avals) + len(ctx.avals_out)), dims)
         if self.body is None:
             return lower_as(plain)
         if where.plain:
@@ -201,8 +213,9 @@ class Op:
         undivided: Dimensions = ()
         if self.undivided is not None:
             undivided = self.undivided(spec, *[avals[lead].ndim for lead in leads])
+        inputs, outputs = dims
         if where.explicit:
-            mesh, (inputs, outputs) = avals[leads[0]].sharding.mesh, dims
+            mesh = avals[leads[0]].sharding.mesh
             specs = [avals[lead].sharding.spec for lead in leads]
             split = _split(inputs, leads, avals, specs, dict(mesh.shape), undivided)
             mapped = jax.shard_map(
@@ -214,16 +227,19 @@ class Op:
                 check_vma=False,
             )
             return lower_as(mapped)
-        devices = devices_of(ctx)
-        results = lower_as(_partitioned(body, dims, leads, undivided, devices))
-        self._name(ctx, results, devices, spec, order, dims)
-        return results
+
+        def share(sizes: Any, shapes: Any, specs: Sequence[P]) -> Any:
+            del shapes
+            split = _split(inputs, leads, avals, specs, sizes, undivided)
+            return [split.spec(d) for d in (*inputs, *outputs)], _on(body, split)
+
+        return shared(_on(body, _split(inputs, leads, avals)), share, leads, dims)
 
     def _name(self, ctx: Any, results: Any, devices: Sequence[jax.Device], *about: Any) -> None:
         """Names a callback by everything that it depends on: calls of one name share it."""
         context = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
         shapes = [a.str_short() for a in ctx.avals_in]
-        _name_callback(results, f"{self.name}{about}{shapes}{context}")
+        name_callback(results, f"{self.name}{about}{shapes}{context}")
 
     def _batch(
         self, args: Sequence[Array], batched: Sequence[int | None], *, spec: Any, order: Order
@@ -256,9 +272,35 @@ class Op:
         return list(results), [0] * len(results)
 
     def _plain_jvp(self, primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
-        tangents = [ad.instantiate_zeros(t) for t in tangents]
-        plain = functools.partial(self.plain, spec)
-        return self(spec, *primals, order=order), jax.jvp(plain, primals, tuple(tangents))[1]
+        _, dresults = jvp_along(functools.partial(self.plain, spec), primals, tangents)
+        return self(spec, *primals, order=order), dresults
+
+    def _plain_transpose(self, cts: Any, *operands: Any, spec: Any, order: Order) -> list[Any]:
+        del order
+        linear = {i: a.aval for i, a in enumerate(operands) if ad.is_undefined_primal(a)}
+
+        def plain(*moving: Array) -> Results:
+            given = dict(zip(linear, moving))
+            return self.plain(spec, *[given.get(i, a) for i, a in enumerate(operands)])
+
+        zeros = [ad.instantiate_zeros(ad.Zero(a)) for a in linear.values()]
+        pulled = jax.vjp(plain, *zeros)[1]([ad.instantiate_zeros(ct) for ct in cts])
+        found = dict(zip(linear, pulled))
+        return [found.get(i) for i in range(len(operands))]
+
+
+def jvp_along(
+    function: Callable[..., Results], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Results, Results]:
+    """Returns a function's results and their tangents, by JAX, along those that there are."""
+    still = lambda t: t is None or isinstance(t, ad.Zero | SymbolicZero)
+    along = {i: t for i, t in enumerate(tangents) if not still(t)}
+
+    def moved(*moving: Array) -> Results:
+        given = dict(zip(along, moving))
+        return function(*[given.get(i, a) for i, a in enumerate(primals)])
+
+    return jax.jvp(moved, [primals[i] for i in along], [*along.values()])
 
 
 def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_eqn: Any) -> Any:
@@ -324,82 +366,6 @@ def _split(
     return Split(tuple(axes[d] for d in order), tuple(shape[d] for d in order))
 
 
-def _partitioned(
-    body: Body, dims: Dims, leads: Leads, undivided: Dimensions, devices: Sequence[jax.Device]
-) -> Callable[..., Results]:
-    """Returns `body` as a function of global arrays on a mesh of `devices`, with Auto axes."""
-    (inputs, outputs), x64 = dims, jax.config.jax_enable_x64
-
-    @custom_partitioning
-    def call(*operands):  # JAX 0.10 takes only the types from this, with an Explicit axis
-        split = _split(inputs, leads, operands)
-        return tuple(without_mesh(_on(body, split), x64)(*operands))
-
-    def split_of(operands: Sequence[Any]) -> tuple[Mesh, Split]:
-        lie = [operands[lead] for lead in leads]
-        found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in lie]
-        mesh, specs = on_one_mesh(found)
-        return mesh, _split(inputs, leads, operands, specs, mesh.shape, undivided)
-
-    def shardings(mesh, split, all_dims):
-        return tuple(NamedSharding(mesh, split.spec(d)) for d in all_dims)
-
-    def partition(_mesh, operands, _results):
-        mesh, split = split_of(operands)
-        local = without_mesh(_on(body, split), x64)
-        fn = lambda *values: tuple(local(*values))
-        return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
-
-    def infer(_mesh, operands, _results):  # for GSPMD alone; JAX 0.10 aborts without it
-        return shardings(*split_of(operands), outputs)
-
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=shardy_rule(inputs, outputs),
-        decode_shardings=False,  # mesh_and_spec does: JAX fails where a reshape split an axis
-    )
-    return lambda *operands: list(call(*operands))
-
-
-def _shared(
-    plain: Callable[..., Results],
-    share: Callable[..., Any],
-    rule: str,
-    devices: Sequence[jax.Device],
-) -> Callable[..., Results]:
-    """Returns `plain` as a function of global arrays on Auto axes, shared as `share` says."""
-    x64 = jax.config.jax_enable_x64
-
-    @custom_partitioning
-    def call(*operands):
-        return tuple(without_mesh(plain, x64)(*operands))
-
-    def parts(operands: Sequence[Any], results: Sequence[Any]) -> Any:
-        found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in (*operands, *results)]
-        mesh, specs = on_one_mesh(found)
-        specs, function = share(dict(mesh.shape), [a.shape for a in operands], specs)
-        return mesh, [NamedSharding(mesh, spec) for spec in specs], function
-
-    def partition(_mesh, operands, results):
-        mesh, shardings, function = parts(operands, results)
-        local = without_mesh(function, x64)
-        count = len(operands)
-        fn = lambda *values: tuple(local(*values))
-        return mesh, fn, tuple(shardings[count:]), tuple(shardings[:count])
-
-    def infer(_mesh, operands, results):  # for GSPMD alone; JAX 0.10 aborts without it
-        return tuple(parts(operands, results)[1][len(operands) :])
-
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=rule,
-        decode_shardings=False,
-    )
-    return lambda *operands: list(call(*operands))
-
-
 # ---------------------------------------------------------------- operands that go together
 
 
@@ -424,6 +390,15 @@ def vary(operand: Array, axes: Set[str]) -> Array:
     """
     missing = axes - varying_axes(operand)
     return jax.lax.pcast(operand, tuple(sorted(missing)), to="varying") if missing else operand
+
+
+def equally_varying(*arrays: Array | None) -> list[Any]:
+    """Returns the arrays varying over the same manual axes.
+
+    Under shard_map with check_vma the transpose of what is added here sums the gradients.
+    """
+    axes = varying_axes(*arrays)
+    return [None if a is None else vary(a, axes) for a in arrays]
 
 
 def match(operand: Array, lead: Array, dims: Sequence[int]) -> Array:
@@ -489,43 +464,229 @@ def where_lowered(ctx: Any, lead: Any) -> _Where:
     return _Where()
 
 
-def devices_of(ctx: Any) -> Sequence[jax.Device]:
-    """Returns the devices that the program is compiled for, in order."""
-    context = ctx.module_context.axis_context
-    return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment
+# ---------------------------------------------------------------- first derivatives
+# The tangent is that of a definition, an operation of its own, linear in the tangents, in plain
+# HLO; its transpose is the backward. So reverse mode runs the backward wherever JAX transposes
+# (grad, linearize, scan, remat, vmap), while forward mode costs what the definition costs.
+#
+# A function of several operations, which `differentiable` calls, is a frozen dataclass of all that
+# is known when it is traced:
+#
+#     op, order                         the function the user called, and the kernels to try
+#     forward(operands, moves) -> results, kept
+#     tangents(*tangents) -> a tangent for each of `moves`
+#     tangent(kept, tangents) -> tangents of the results
+#     gradients(cts, kept, likes) -> gradients
+#     rows(kept) -> places or None      of a batch dimension; see `Tangent`
+#     with_batch() -> function          of rows with one more dimension, the first
+#     with_kernels(kept, tangents)      optional: the function where those that are True have one
+#                                       more dimension, the first; None for `vmap`
+#     before()                          optional: called where the tangent is lowered
+#
+# `kept` is a tree of arrays, None for what is not there; so are tangents that do not move,
+# gradients of results that nobody uses and, among `likes`, the types of tangents without one.
 
 
-def shardy_rule(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> str:
-    """Returns the propagation rule of an operation, in custom_partitioning's notation.
+def moves(tangent: Any) -> bool:
+    """Returns whether there is a tangent, in a rule with symbolic zeros."""
+    return tangent is not None and not isinstance(tangent, SymbolicZero | ad.Zero)
 
-    A dimension has one factor wherever it occurs, except in parameters (`Loose`), which have their
-    own: an FSDP-sharded scale must not drag the activations onto its axes.
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def differentiable(function: Any, *operands: Any) -> tuple[Array, ...]:
+    """Returns the results of a function, with its derivative."""
+    return tuple(function.forward(operands, None)[0])
+
+
+@functools.partial(differentiable.defjvp, symbolic_zeros=True)
+def _(function, primals, tangents):
+    flat = function.tangents(*tangents)
+    results, kept = function.forward(primals, tuple(map(moves, flat)))
+    return tuple(results), tuple(linear(function, kept, flat, results))
+
+
+def linear(function: Any, kept: Any, tangents: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Returns the tangents of the results, which give their types, at what the forward kept."""
+    moving = [t for t in tangents if moves(t)]
+    if not moving:
+        return [jnp.zeros_like(r) for r in results]
+    leaves, tree = jax.tree.flatten(kept)
+    types = tuple(jax.typeof(r) for r in results)
+    return tangent(Tangent(function, tree, tuple(map(moves, tangents)), types), *leaves, *moving)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """An `Op` at its operands; kept are these, and what else its backward reads."""
+
+    differentiated: Op
+    backward: Callable[..., list[Any]]
+    spec: Any
+    order: Order
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.spec.op
+
+    def rows(self, kept: Any) -> None:
+        """Batches of the operation itself are its own rule's."""
+
+    def tangent(self, kept: Any, tangents: Sequence[Any]) -> Sequence[Array]:
+        """Returns the tangent of the definition."""
+        formula = self.differentiated.formula or self.differentiated.definition
+        along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, kept[0])]
+        return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], along)[1]
+
+    def before(self) -> None:
+        """Lets the operation refuse its tangent."""
+        if self.differentiated.forward_mode:
+            self.differentiated.forward_mode(self.spec, self.order)
+
+    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
+        """Returns the backward's gradients, of the types of the operands."""
+        wanted = [like is not None for like in likes]
+        found = self.backward(self.spec, cts, *kept, wanted, order=self.order)
+        return [None if t is None else g.astype(t.dtype) for g, t in zip(found, likes, strict=True)]
+
+
+def tangents_of(
+    op: Op,
+    backward: Callable[..., list[Any]],
+    spec: Any,
+    operands: Sequence[Array],
+    tangents: Sequence[Any],
+    results: Sequence[Array],
+    more: Sequence[Array] = (),
+    order: Order = BEST,
+) -> list[Array]:
+    """Returns the tangents of an operation's results.
+
+    `backward(spec, cts, operands, more, wanted, order) -> gradients`, one for each of the operands;
+    those that are not wanted may be None. `more` are results or others that it reads.
+    """
+    function = _Operation(op, backward, spec, order)
+    return linear(function, (list(operands), list(more)), tangents, results)
+
+
+def differentiate(op: Op, backward: Callable[..., list[Any]]) -> None:
+    """Gives an operation a derivative that reads its operands alone; see `tangents_of`."""
+
+    def jvp(primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
+        results = op(spec, *primals, order=order)
+        return results, tangents_of(op, backward, spec, primals, tangents, results, order=order)
+
+    ad.primitive_jvps[op.primitive] = jvp
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent:
+    """The tangent of a function. Its operands are what was kept, then the tangents that there are.
+
+    A batch of rows becomes one more dimension of them where `function.rows` gives each operand's
+    place for it, -1 for those that must not have it, as a prefix of `(kept, tangents)`. Otherwise
+    it is one of `vmaps`, the outermost first: operands that are marked have one more dimension, the
+    first.
     """
 
-    def mapping(dims):
-        kind = "s" if isinstance(dims, Loose) else "d"
-        return " ".join(f"{kind}{d}" for d in dims)
+    function: Any
+    kept: Any  # the structure of what was kept
+    moves: tuple[bool, ...]
+    results: tuple[Any, ...] = ()  # their types, where they are known
+    vmaps: tuple[tuple[bool, ...], ...] = ()
 
-    return f"{', '.join(map(mapping, inputs))} -> {', '.join(map(mapping, outputs))}"
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.function.op
+
+    def read(self, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns what was kept, and a tangent or None for each of `moves`."""
+        count = self.kept.num_leaves
+        moving = iter(operands[count:])
+        return self.kept.unflatten(operands[:count]), [
+            next(moving) if m else None for m in self.moves
+        ]
+
+    def places(self) -> list[int] | None:
+        """Returns the place of a batch dimension of rows in each operand; -1 for none."""
+        kept = self.kept.unflatten([0] * self.kept.num_leaves)
+        if self.vmaps or (rows := self.function.rows(kept)) is None:
+            return None
+        kept = jax.tree.broadcast(rows[0], kept)
+        return [*jax.tree.leaves(kept), *[p for p, moved in zip(rows[1], self.moves) if moved]]
 
 
-_callbacks: dict[str, Any] = {}  # the callbacks behind our keys, kept alive for JAX's weak table
+def _define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
+    if spec.vmaps:
+        return _vmapped(_define_tangent, spec)(*operands)
+    return list(spec.function.tangent(*spec.read(operands)))
 
 
-def _name_callback(results: Sequence[Any], name: str) -> None:
-    """Gives a custom_partitioning call the same key in every process: `name`, and our version.
+def _vmapped(function: Callable[..., Any], spec: Tangent, *lead: int) -> Callable[..., Any]:
+    """Returns `function` of a tangent's operands in the outermost of its vmaps."""
+    axes = [0 if has else None for has in spec.vmaps[0]]
+    one = functools.partial(function, replace(spec, vmaps=spec.vmaps[1:]))
+    return jax.vmap(one, (*lead, *axes))
 
-    JAX names the callback by its address, so that the persistent compilation cache misses in every
-    new process (jax-ml/jax#21159). Where JAX's table is not as expected its own key stays.
-    """
-    try:
-        op = results[0].owner
-        op = getattr(op, "operation", op)
-        callbacks = jax_private.sharding_callbacks
-        info = callbacks[op.attributes["backend_config"].value.encode()]
-        key = f"normfuse:{fingerprint()}:{name}"
-        _callbacks[key] = callbacks[key.encode()] = info
-        with op.context:
-            op.attributes["backend_config"] = mlir.ir.StringAttr.get(key)
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return
+
+def _batch_tangent(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
+    places, has = spec.places(), tuple(d is not None for d in dims)
+    of_kernels = None if spec.vmaps else getattr(spec.function, "with_kernels", None)
+    if places is not None and all(h == (p >= 0) for h, p in zip(has, places)):
+        spec = replace(spec, function=spec.function.with_batch(), results=())
+    else:
+        places = [0] * len(dims)
+        if of_kernels and (function := of_kernels(*spec.read(has))):
+            spec = replace(spec, function=function, results=())
+        else:
+            spec = replace(spec, vmaps=(has, *spec.vmaps), results=())
+    moved = [a if d is None else jnp.moveaxis(a, d, p) for a, d, p in zip(operands, dims, places)]
+    results = op(spec, *moved, order=order)
+    return results, [0] * len(results)
+
+
+def _gradients(spec: Tangent, cts: Any, kept: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
+    """Returns the gradient of each tangent that there is."""
+    if not spec.vmaps:
+        found = spec.function.gradients(cts, *spec.read([*kept, *likes]))
+        return [gradient for gradient, moved in zip(found, spec.moves) if moved]
+    of_kept, of_tangents = spec.vmaps[0][: len(kept)], spec.vmaps[0][len(kept) :]
+    types = [t if t is None or not h else _unstacked(t) for t, h in zip(likes, of_tangents)]
+    one = lambda spec, cts, *kept: _gradients(spec, cts, kept, types)
+    found = _vmapped(one, replace(spec, vmaps=(of_kept, *spec.vmaps[1:])), 0)(cts, *kept)
+    summed = [f if f is None or h else jnp.sum(f, 0) for f, h in zip(found, of_tangents)]
+    return [f if f is None else f.astype(like.dtype) for f, like in zip(summed, likes)]
+
+
+def _unstacked(aval: Any) -> Any:
+    """Returns the type of one of the arrays that are stacked."""
+    sharding = NamedSharding(aval.sharding.mesh, jax.P(*aval.sharding.spec[1:]))
+    return aval.update(shape=aval.shape[1:], sharding=sharding)
+
+
+def _transpose_tangent(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[Any]:
+    del order
+    cts = tuple(None if type(ct) is ad.Zero else ct for ct in cts)
+    if all(ct is None for ct in cts):
+        return [None] * len(operands)
+    count = spec.kept.num_leaves
+    likes = [t.aval if ad.is_undefined_primal(t) else None for t in operands[count:]]
+    return [None] * count + _gradients(spec, cts, operands[:count], likes)
+
+
+def _before_tangent(ctx: Any, spec: Tangent, order: Order) -> Order:
+    del ctx
+    if before := getattr(spec.function, "before", None):
+        before()
+    return order
+
+
+tangent = Op(
+    "tangent",
+    _define_tangent,
+    batch=_batch_tangent,
+    transpose=_transpose_tangent,
+    types=lambda spec, *_: spec.results,
+    before=_before_tangent,
+)

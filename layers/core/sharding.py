@@ -1,16 +1,26 @@
-"""Shardings: PartitionSpecs, read and checked, and the mesh behind XLA's tiles."""
+"""Shardings: PartitionSpecs, read and checked, the mesh behind XLA's tiles, and Auto axes."""
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from ...native import fingerprint, jax_private
+from ...native.kernel import without_mesh
+
+Results = list[Array]
+Dimensions = tuple[int, ...]
+Dims = tuple[Sequence[Dimensions], Sequence[Dimensions]]
 
 
 def whole(spec: Any, ndim: int) -> tuple[Any, ...]:
@@ -176,3 +186,94 @@ def _axes_of(line: np.ndarray) -> list[_Axis]:
         axes.append(_Axis(int(steps[0]), size))
         line = line[::size]
     return axes[::-1]
+
+
+# ---------------------------------------------------------------- operations on Auto axes
+
+
+class Loose(tuple):
+    """Dimensions of a parameter, such as scale: its stored sharding neither follows the rows nor
+    drives them. It is gathered (FSDP) or sliced to what a device needs."""
+
+
+def shared_by(
+    whole: Callable[..., Results],
+    share: Callable[..., tuple[list[P], Callable[..., Results]]],
+    deciding: Sequence[int],
+    dims: Dims,
+    devices: Sequence[jax.Device],
+) -> Callable[..., Results]:
+    """Returns `whole` as a function of global arrays on Auto axes, shared as `share` says.
+
+    That is given the shardings of the arrays numbered `deciding`, first operands, then results.
+    """
+    x64, count = jax.config.jax_enable_x64, len(dims[0])
+
+    @custom_partitioning
+    def call(*operands):  # JAX 0.10 takes only the types from this, with an Explicit axis
+        return tuple(without_mesh(whole, x64)(*operands))
+
+    def parts(arrays: Sequence[Any]) -> Any:
+        of = [arrays[i] for i in deciding]
+        mesh, specs = on_one_mesh([mesh_and_spec(a.sharding, len(a.shape), devices) for a in of])
+        specs, function = share(dict(mesh.shape), [a.shape for a in arrays], specs)
+        return mesh, tuple(NamedSharding(mesh, spec) for spec in specs), function
+
+    def partition(_mesh, operands, results):
+        mesh, shardings, function = parts([*operands, *results])
+        local = without_mesh(function, x64)
+        fn = lambda *values: tuple(local(*values))
+        return mesh, fn, shardings[count:], shardings[:count]
+
+    def infer(_mesh, operands, results):  # for GSPMD alone; JAX 0.10 aborts without it
+        return parts([*operands, *results])[1][count:]
+
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=shardy_rule(*dims),
+        decode_shardings=False,  # mesh_and_spec does: JAX fails where a reshape split an axis
+    )
+    return lambda *operands: list(call(*operands))
+
+
+def devices_of(ctx: Any) -> Sequence[jax.Device]:
+    """Returns the devices that the program is compiled for, in order."""
+    context = ctx.module_context.axis_context
+    return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment
+
+
+def shardy_rule(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> str:
+    """Returns the propagation rule of an operation, in custom_partitioning's notation.
+
+    A dimension has one factor wherever it occurs, except in parameters (`Loose`), which have their
+    own: an FSDP-sharded scale must not drag the activations onto its axes.
+    """
+
+    def mapping(dims):
+        kind = "s" if isinstance(dims, Loose) else "d"
+        return " ".join(f"{kind}{d}" for d in dims)
+
+    return f"{', '.join(map(mapping, inputs))} -> {', '.join(map(mapping, outputs))}"
+
+
+_callbacks: dict[str, Any] = {}  # the callbacks behind our keys, kept alive for JAX's weak table
+
+
+def name_callback(results: Sequence[Any], name: str) -> None:
+    """Gives a custom_partitioning call the same key in every process: `name`, and our version.
+
+    JAX names the callback by its address, so that the persistent compilation cache misses in every
+    new process (jax-ml/jax#21159). Where JAX's table is not as expected its own key stays.
+    """
+    try:
+        op = results[0].owner
+        op = getattr(op, "operation", op)
+        callbacks = jax_private.sharding_callbacks
+        info = callbacks[op.attributes["backend_config"].value.encode()]
+        key = f"normfuse:{fingerprint()}:{name}"
+        _callbacks[key] = callbacks[key.encode()] = info
+        with op.context:
+            op.attributes["backend_config"] = mlir.ir.StringAttr.get(key)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return

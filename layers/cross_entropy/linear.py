@@ -41,11 +41,13 @@ def linear_cross_entropy(
     kernel: Array,
     labels: Array,
     *,
+    bias: Array | None = None,
     weights: Array | None = None,
     contract: int = 0,
     ignore: int | None = None,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     with_lse: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
@@ -56,8 +58,9 @@ def linear_cross_entropy(
 ) -> Any:
     """The cross-entropy of a linear layer's logits, which are never in memory as a whole.
 
-        z = x · kernel    c = softcap · tanh(z / softcap)    lse = log Σ_j exp(c_j)
-        loss = weight · (lse - c_label + z_loss · lse²)
+        z = x · kernel + bias    c = softcap · tanh(z / softcap)    lse = log Σ_j exp(c_j)
+        loss = weight · (lse - Σ_j t_j · c_j + z_loss · lse²)
+        t_j = (1 - label_smoothing) · [j = label] + label_smoothing / vocab
 
     Rows are computed in chunks. With `reduction="mean"` or `"sum"` a chunk's gradients are computed
     right after its loss, if the loss is differentiated: the logits are computed once, and the
@@ -74,6 +77,8 @@ def linear_cross_entropy(
       x: `(*rows, n)`; float64, float32, bfloat16 or float16, as the kernel.
       kernel: `(n, vocab)`, or with `contract=1` `(vocab, n)`, as a tied embedding.
       labels: `(*rows)` integers. One outside the vocabulary gives NaN, never another word's loss.
+      bias: `(vocab,)`, added to the logits; None for none. A word whose bias is -inf, as that of a
+        vocabulary's padding may be, has no share in the softmax and no gradient.
       weights: `(*rows)` numbers or booleans that multiply each row's loss; None for 1 everywhere.
         The loss is differentiable in them. A row of weight 0 adds 0 to the loss and its gradients,
         even where its own loss is infinite or NaN, unless its label is outside the vocabulary.
@@ -81,6 +86,7 @@ def linear_cross_entropy(
       ignore: labels equal to it cost nothing and are not counted; None for none.
       softcap: bounds the logits; None for no bound.
       z_loss: the weight of lse², which keeps the logits from drifting.
+      label_smoothing: from 0 to 1, how much of the label's target all words share.
       reduction: "mean", the sum of the losses divided by the sum of the weights of labels that are
         not ignored (0 if no row has a weight), "sum", or "none" for a loss a row.
       with_lse: also return `lse`, of every row; it is differentiable.
@@ -89,7 +95,8 @@ def linear_cross_entropy(
         `dtype`, but float32 for float16, in which logits beyond 65504 are infinite.
       quantization: "fp8" for products of FP8 codes in the gradient (docs/quantization.md), which is
         rounded at random, but alike each time. The loss and the log-sum-exps stay as they are, to
-        the bit. A kernel with a dimension that is no multiple of 16 multiplies in `dtype`.
+        the bit. Features that are no multiple of 16, and such a number of words that is below 1024
+        or has a softcap, multiply in `dtype`.
       chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits, in
         FP8 896 MiB of these and their gradient's codes.
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
@@ -102,10 +109,11 @@ def linear_cross_entropy(
     Raises:
       TypeError: for operands that are not floating, labels that are not integers, weights that are
         neither real numbers nor booleans, options that are not numbers, or quantization of float64.
-      ValueError: for shapes that do not fit, labels on the host that are outside the vocabulary, an
-        unknown reduction, implementation or quantization, a softcap that is not positive, a
-        negative z_loss, one of them that float32 cannot compute with, a logits_dtype that is
-        narrower than dtype, or a chunk_rows that is not positive.
+      ValueError: for shapes that do not fit, a bias of another length, labels on the host that are
+        outside the vocabulary, an unknown reduction, implementation or quantization, a softcap that
+        is not positive, a negative z_loss, a label_smoothing beyond 0 to 1, one of them that
+        float32 cannot compute with, a logits_dtype that is narrower than dtype, or a chunk_rows
+        that is not positive.
       NotImplementedError: if the `implementation` asked for cannot serve; an ExceptionGroup of
         them if it names several.
 
@@ -129,6 +137,8 @@ def linear_cross_entropy(
     _check_shapes(x, kernel, contract)
     labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
     weights = _checked_weights(x, weights)
+    bias = _checked_bias(bias, kernel.shape[1 - contract])
+    smoothing = finite(_OP, "label_smoothing", label_smoothing, least=0.0, most=1.0)
     dtype = floating_dtype(_OP, dtype, x.dtype)
     check_quantization(_OP, quantization, dtype)
     spec = Spec(
@@ -136,11 +146,14 @@ def linear_cross_entropy(
             softcap=_softcap(softcap),
             z_loss=finite(_OP, "z_loss", z_loss, least=0.0, most=_LARGE),
             dtype=dtype,
+            smoothing=smoothing,
+            share=smoothing / kernel.shape[1 - contract],
         ),
         contract=contract,
         logits=_logits_dtype(logits_dtype, dtype),
         precision=jax.config.jax_default_matmul_precision,
         chunk=_chunk_rows(chunk_rows),
+        bias=None if bias is None else False,
         unused=ignore is not None or weights is not None,
         quantized=quantization is not None,
     )
@@ -149,7 +162,7 @@ def linear_cross_entropy(
     weights = None if weights is None else weights.astype(sums)
 
     def serve(spec: Spec, order: Order) -> Any:
-        operands = _operands(x.astype(dtype), kernel, labels, mask.astype(sums), weights)
+        operands = _operands(x.astype(dtype), kernel, labels, mask.astype(sums), weights, bias)
         return _reduced(spec, order, reduction, ignore, with_lse, *operands)
 
     return choose(
@@ -160,6 +173,34 @@ def linear_cross_entropy(
             "xla": lambda strict: serve(replace(spec, plain=True), BEST),
         },
     )
+
+
+def best_words(
+    x: Array,
+    kernel: Array,
+    *,
+    bias: Array | None = None,
+    contract: int = 0,
+    softcap: float | None = None,
+    logits_dtype: Any = None,
+) -> Array:
+    """Returns argmax_j c_j of each row, `(*rows)` int32, with c as in `linear_cross_entropy`.
+
+    It has no gradient, and computes the logits in chunks by a product of its own.
+    """
+    x, kernel, bias = jax.lax.stop_gradient((x, kernel, bias))
+    dtype = x.dtype.name
+    spec = Spec(
+        softmax=Softmax(softcap=_softcap(softcap), dtype=dtype),
+        contract=contract,
+        logits=_logits_dtype(logits_dtype, dtype),
+        precision=jax.config.jax_default_matmul_precision,
+        bias=None if bias is None else False,
+    )
+    rows = jnp.zeros(x.shape[:-1], jnp.int32)
+    x, _, _, _, *parameters = _operands(x, kernel, rows, rows, None, bias)
+    w, more = _as_read(spec, x, *parameters)
+    return ops.argmax(spec, x, w, *more)[0]
 
 
 # ---------------------------------------------------------------- arguments
@@ -242,6 +283,18 @@ def _checked_weights(x: Array, weights: Any) -> Array | None:
     return given
 
 
+def _checked_bias(bias: Any, vocabulary: int) -> Array | None:
+    if bias is None:
+        return None
+    bias = floating(_OP, "bias", bias)
+    if bias.shape != (vocabulary,):
+        raise ValueError(
+            f"{_OP}: bias must have the shape ({vocabulary},), a number for each of the kernel's "
+            f"words; got {bias.shape}"
+        )
+    return bias
+
+
 def _softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
@@ -275,16 +328,15 @@ def _chunk_rows(chunk_rows: Any) -> int | None:
 
 
 def _operands(
-    x: Array, kernel: Array, labels: Array, mask: Array, weights: Array | None
+    x: Array, kernel: Array, labels: Array, mask: Array, weights: Array | None, bias: Array | None
 ) -> list[Any]:
-    """Returns x, labels, mask, weights, and the operands with the kernel's gradient, in matching
-    shardings and varying axes.
+    """Returns x, labels, mask, weights, and the parameters, in matching shardings and varying axes.
 
-    The last are the kernel and, if it is of 16 bits, the zeros whose gradient is its main gradient
-    (`dense.matmul`).
+    The last are the kernel; if it is of 16 bits, the zeros whose gradient is its main gradient
+    (`dense.matmul`); and the bias, if there is one.
     """
-    pair = with_main_gradient(kernel)
-    x, labels, mask, weights, kernel, *main = equally_varying(x, labels, mask, weights, *pair)
+    parameters = *with_main_gradient(kernel), bias
+    x, labels, mask, weights, kernel, *more = equally_varying(x, labels, mask, weights, *parameters)
     meshes = [jax.typeof(a).sharding.mesh for a in (x, kernel)]
     if any(mesh.explicit_axes for mesh in meshes):
         if not meshes[0].explicit_axes:
@@ -293,7 +345,7 @@ def _operands(
         x = match_spec(x, x, P(*rows, None))
     rows = range(labels.ndim)
     of_rows = [None if a is None else match(a, x, rows) for a in (labels, mask, weights)]
-    return [x, *of_rows, kernel, *[m for m in main if m is not None]]
+    return [x, *of_rows, kernel, *[a for a in more if a is not None]]
 
 
 def match_spec(array: Array, lead: Array, spec: P) -> Array:
@@ -311,15 +363,31 @@ def _gathered(spec: Spec, x: Array, kernel: Array) -> Array:
     return match_spec(kernel, x, P(words, None) if spec.contract else P(None, words))
 
 
-def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, bool], list[Array]]:
-    """Returns whether x and the kernel have tangents, and these; the kernel's in float32."""
+def _as_read(spec: Spec, x: Array, kernel: Array, *more: Array) -> tuple[Array, list[Array]]:
+    """Returns the kernel and the bias, if there is one, as the products read them."""
+    w = _gathered(spec, x, kernel.astype(x.dtype))
+    if spec.bias is None:
+        return w, []
+    bias = more[-1].astype(spec.logits)
+    if jax.typeof(x).sharding.mesh.explicit_axes:
+        words = whole(jax.typeof(w).sharding.spec, 2)[1 - spec.contract]
+        bias = match_spec(bias, x, P(words))
+    return w, [bias]
+
+
+def _moving(spec: Spec, x: Array, dx: Any, parameters: Any) -> tuple[Spec, list[Array]]:
+    """Returns the spec of the tangents that there are, and these; of parameters in float32."""
     found = [] if type(dx) is ad.Zero else [dx]
-    moved = [d for d in asked(*dkernels) if d is not None and type(d) is not ad.Zero]
+    kernels = parameters if spec.bias is None else parameters[:-1]
+    moved = [d for d in asked(*kernels) if d is not None and type(d) is not ad.Zero]
     parts = [d.astype(compute_dtype(x.dtype)) for d in moved]
-    wanted = bool(found), bool(parts)
+    spec = replace(spec, wanted=(bool(found), bool(parts)))
     if parts:
         found.append(_gathered(spec, x, functools.reduce(jnp.add, parts)))
-    return wanted, found
+    if spec.bias is not None and type(parameters[-1]) is not ad.Zero:
+        spec = replace(spec, bias=True)
+        found.append(parameters[-1].astype(compute_dtype(x.dtype)))
+    return spec, found
 
 
 # ---------------------------------------------------------------- the loss, and its derivative
@@ -350,12 +418,12 @@ def _reduced(
     labels: Array,
     mask: Array,
     weights: Array | None,
-    *kernels: Array,
+    *parameters: Array,
 ) -> Any:
     counted = None if weights is None else jnp.where(mask == 0, 0, weights)
     factors = mask if counted is None else counted * mask  # NaN where the label is wrong
     if reduction == "none":
-        lse, cost = statistics(Loss(spec, order), x, labels, *kernels)
+        lse, cost = statistics(Loss(spec, order), x, labels, *parameters)
         each = factors * _loss(spec, lse, cost, factors)
         return (each, lse) if with_lse else each
     scale = jnp.ones((), mask.dtype)
@@ -367,7 +435,7 @@ def _reduced(
             count = mask.size if ignore is None else jnp.sum(mask != 0)
             scale = 1 / jnp.maximum(count, 1).astype(mask.dtype)
     loss = Loss(spec, order, with_lse)
-    results = reduced(loss, x, labels, factors, scale, *kernels)
+    results = reduced(loss, x, labels, factors, scale, *parameters)
     return tuple(results) if with_lse else results[0]
 
 
@@ -399,55 +467,53 @@ def _total(factors: Array, each: Array, first: int = 0) -> Array:
     return jnp.sum(factors * each, axis=tuple(range(first, factors.ndim)))
 
 
-def define_statistics(
-    loss: Loss, x: Array, labels: Array, kernel: Array, *main: Array
-) -> list[Array]:
-    """`(x, labels, kernel[, main]) -> (lse, lse - picked)`."""
-    del main
-    w = _gathered(loss.spec, x, kernel.astype(x.dtype))
-    return _lse_and_cost(*ops.statistics(loss.spec, x, w, labels, order=loss.order))
+def define_statistics(loss: Loss, x: Array, labels: Array, *parameters: Array) -> list[Array]:
+    """`(x, labels, kernel[, main][, bias]) -> (lse, lse - picked)`."""
+    w, bias = _as_read(loss.spec, x, *parameters)
+    return _lse_and_cost(*ops.statistics(loss.spec, x, w, labels, *bias, order=loss.order))
 
 
 def define_reduced(
-    loss: Loss, x: Array, labels: Array, factors: Array, scale: Array, *kernels: Array
+    loss: Loss, x: Array, labels: Array, factors: Array, scale: Array, *parameters: Array
 ) -> list[Array]:
-    """`(x, labels, factors, scale, kernel[, main]) -> (loss[, lse])`, of factors a row.
+    """`(x, labels, factors, scale, kernel[, main][, bias]) -> (loss[, lse])`, of factors a row.
 
     A factor is the row's weight, 0 if it is ignored, or NaN if its label is wrong.
     """
-    lse, cost = define_statistics(loss, x, labels, *kernels)
+    lse, cost = define_statistics(loss, x, labels, *parameters)
     total = _total(factors, _loss(loss.spec, lse, cost, factors))
     return [total * scale, *[lse] * loss.with_lse]
 
 
 def _statistics_tangent(
-    loss: Loss, x: Array, w: Array, labels: Array, found: Any, wanted: Any, moving: list[Array]
+    loss: Loss, spec: Spec, moving: list[Array], found: Any, *operands: Array
 ) -> list[Any]:
     """Returns the tangents of lse and lse - picked; `found` are the three of `ops.statistics`."""
-    most, total, _ = found
     if not moving:
-        return [ad.Zero(jax.typeof(most).to_tangent_aval())] * 2
-    spec = replace(loss.spec, wanted=wanted)
-    dlse, dpicked = ops.tangent(spec, x, w, labels, most, total, *moving, order=loss.order)
+        return [ad.Zero(jax.typeof(found[0]).to_tangent_aval())] * 2
+    dlse, dpicked = ops.lse_tangents(spec, operands, found, moving, loss.order)
     return [dlse, dlse - dpicked]
 
 
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     del order
-    x, labels, kernel, *_ = primals
-    w = _gathered(spec.spec, x, kernel.astype(x.dtype))  # once for both ways
-    found = ops.statistics(spec.spec, x, w, labels, order=spec.order)
-    wanted, moving = _moving(spec.spec, x, tangents[0], tangents[2:])
-    moves = _statistics_tangent(spec, x, w, labels, found, wanted, moving)
+    x, labels, *parameters = primals
+    w, bias = _as_read(spec.spec, x, *parameters)  # once for both ways
+    operands = x, w, labels, *bias
+    found = ops.statistics(spec.spec, *operands, order=spec.order)
+    moves = _statistics_tangent(
+        spec, *_moving(spec.spec, x, tangents[0], tangents[2:]), found, *operands
+    )
     return _lse_and_cost(*found), moves
 
 
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     """The gradients come with the loss; its tangent is linear in those of the operands."""
     del order
-    x, labels, factors, scale, kernel, *_ = primals
-    wanted, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
-    w = _gathered(spec.spec, x, kernel.astype(x.dtype))
+    x, labels, factors, scale, *parameters = primals
+    moved, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
+    w, bias = _as_read(spec.spec, x, *parameters)
+    operands = x, w, labels, *bias
     parts = []  # addends of the tangent
     if moving:
         # The mean's divisor is part of the gradients, except in float16: they would be too small.
@@ -455,17 +521,18 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
         weights = factors * scale if folded else factors
         # The product rounds the gradient if its operands have the kernel's dtype and no main
         # gradient is asked for.
-        moved = [type(d) is not ad.Zero for d in tangents[4:]]
-        dtype = kernel.dtype.name
-        rounds = moved[0] and not any(moved[1:]) and kernel.dtype == x.dtype and dtype in NARROW
-        alone = replace(spec.spec, wanted=wanted, dkernel=dtype if rounds else None)
-        found = ops.loss_gradients(alone, x, w, labels, weights, order=spec.order)
+        kernels = [d for d, p in zip(tangents[4:], parameters) if p.ndim == 2]
+        of_kernel = [type(d) is not ad.Zero for d in kernels]
+        dtype = parameters[0].dtype
+        rounds = of_kernel[0] and not any(of_kernel[1:]) and dtype == x.dtype
+        alone = replace(moved, dkernel=dtype.name if rounds and dtype.name in NARROW else None)
+        found = ops.loss_gradients(alone, x, w, labels, weights, *bias, order=spec.order)
         found, gradients = found[:3], found[3:]
         along = lambda g, t: jnp.sum(g.astype(factors.dtype) * t.astype(factors.dtype))
         tangent = functools.reduce(jnp.add, map(along, gradients, moving))
         parts.append(tangent if folded else tangent * scale)
     else:
-        found = ops.statistics(spec.spec, x, w, labels, order=spec.order)
+        found = ops.statistics(spec.spec, *operands, order=spec.order)
     lse, cost = _lse_and_cost(*found)
     each = _loss(spec.spec, lse, cost, factors)
     total = _total(factors, each)
@@ -479,7 +546,7 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     moves = [functools.reduce(jnp.add, parts) if parts else zero(total)]
     if spec.with_lse:
         results.append(lse)
-        moves.append(_statistics_tangent(spec, x, w, labels, found, wanted, moving)[0])
+        moves.append(_statistics_tangent(spec, moved, moving, found, *operands)[0])
     return results, moves
 
 
@@ -491,10 +558,10 @@ def _batch_reduced(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) ->
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     if any(d is not None for d in dims[4:]):
         return ops.one_by_one(op, args, dims, spec, order)
-    x, labels, factors, scale, *kernels = args
+    x, labels, factors, scale, *parameters = args
     x, labels, factors = (batch_at(args[i], dims[i], 0, size) for i in (0, 1, 2))
     labels, factors = (match(a, x, range(a.ndim)) for a in (labels, factors))
-    lse, cost = statistics(spec, x, labels, *kernels)
+    lse, cost = statistics(spec, x, labels, *parameters)
     total = _total(factors, _loss(spec.spec, lse, cost, factors), first=1)
     results = [total * scale, *[lse] * spec.with_lse]
     return results, [0] * len(results)

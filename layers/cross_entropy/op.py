@@ -3,7 +3,7 @@
 One chunk's logits at a time are in memory, and with its gradient the kernel's gradient is added to
 the sum in float32, by the product that computes it:
 
-    z = x · kernel      g = dloss/dz      dx = g · kernelᵀ      dkernel += xᵀ · g
+    z = x · kernel (+ bias)   g = dloss/dz   dx = g · kernelᵀ   dkernel += xᵀ · g   dbias += Σ g
 
 Rows may be split over any axes of a mesh: the kernel's gradients are then added once, at the end.
 So may the vocabulary: a device finds the maximum and the sum of exponentials of its part, and
@@ -24,13 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.interpreters import ad
 
 from ...native import jax_private
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
 from ...native.kernel import Kernel
-from ..core.op import Dims, Op, Split, batch_at, match
+from ..core.op import Dims, Op, Split, batch_at, match, tangents_of
 from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
 from ..quantization.quantize import E5M2, MULTIPLE, Codes, fits, quantize_kernel
 from . import softmax
@@ -41,6 +40,8 @@ CHUNK_BYTES = 2**29
 CODED_CHUNK_BYTES = 7 * 2**27
 """The same of logits and the codes of their gradient, which are there at one time in FP8."""
 _MULTIPLE = 128  # rows of a GEMM's tile
+_LAST = 2**31 - 1  # no word
+_FEW_WORDS = 1024  # fewer are not worth a copy of the kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Spec:
     plain: bool = False  # plain HLO rather than the softmax's kernels
     wanted: tuple[bool, bool] = (True, True)  # gradients to compute: of x, of the kernel
     unused: bool = False  # rows may have weight 0, and then x may be NaN
+    bias: bool | None = None  # whether its gradient is to be computed; None without a bias
     groups: int = 0  # leading dimensions of x with a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
     quantized: bool = False  # the gradient's products are of FP8 codes, where the kernel fits
@@ -78,12 +80,13 @@ def chunk_rows(rows: int, vocabulary: int, itemsize: int, bytes: int = CHUNK_BYT
 # ---------------------------------------------------------------- definition, in plain JAX
 
 
-def logits(spec: Spec, x: Array, w: Array) -> Array:
-    """Returns x's last axis times the kernel: `(*rows, vocab)`."""
+def logits(spec: Spec, x: Array, w: Array, bias: Array | None = None) -> Array:
+    """Returns x's last axis times the kernel, plus the bias: `(*rows, vocab)`."""
     dims = (((x.ndim - 1,), (spec.contract,)), ((), ()))
-    return lax.dot_general(
+    z = lax.dot_general(
         x, w, dims, precision=spec.precision, preferred_element_type=jnp.dtype(spec.logits)
     )
+    return z if bias is None else z + bias[(None,) * (z.ndim - 1)]  # cuBLAS adds it
 
 
 def _unused(a: Array, b: Array | None = None) -> Array:
@@ -94,7 +97,7 @@ def _unused(a: Array, b: Array | None = None) -> Array:
 def _gradients(
     spec: Spec, x: Array, w: Array, g: Array, a: Array, b: Array | None = None
 ) -> list[Array]:
-    """Returns dx, in x's dtype, and dkernel, in float32 or wider, if wanted.
+    """Returns dx, in x's dtype, dkernel and dbias, in float32 or wider, if wanted.
 
     `a` and `b` are the rows' factors in g, which is zero where they are.
     """
@@ -113,45 +116,44 @@ def _gradients(
         options = {"precision": spec.precision, "preferred_element_type": dtype}
         # XLA drops this cast and the caller's back.
         found.append(lax.dot_general(first, second, dims, **options).astype(sums))
+    if spec.bias:
+        rows = tuple(range(spec.groups, g.ndim - 1))
+        found.append(jnp.sum(g, rows, dtype=compute_dtype(x.dtype)))
     return found
 
 
-def define_statistics(spec: Spec, x: Array, w: Array, labels: Array) -> list[Array]:
-    """`(x (*rows, n), w, labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
-    return softmax.define_statistics(spec.softmax, logits(spec, x, w), labels)
+def define_statistics(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
+    """`(x (*rows, n), w, labels (*rows)[, bias]) -> (most, sum, picked)`, `(*rows)` each."""
+    return softmax.define_statistics(spec.softmax, logits(spec, x, w, *bias), labels)
 
 
 def define_loss_gradients(
-    spec: Spec, x: Array, w: Array, labels: Array, weights: Array
+    spec: Spec, x: Array, w: Array, labels: Array, weights: Array, *bias: Array
 ) -> list[Array]:
-    """`(x, w, labels, weights (*rows)) -> (most, sum, picked[, dx][, dw])`."""
-    g, *found = softmax.define_both(spec.softmax, logits(spec, x, w), labels, weights)
+    """`(x, w, labels, weights (*rows)[, bias]) -> (most, sum, picked[, dx][, dw][, dbias])`."""
+    g, *found = softmax.define_both(spec.softmax, logits(spec, x, w, *bias), labels, weights)
     return [*found, *_gradients(spec, x, w, g, weights)]
 
 
 def define_gradients(
-    spec: Spec, x: Array, w: Array, labels: Array, most: Array, a: Array, b: Array
+    spec: Spec, x: Array, w: Array, labels: Array, most: Array, a: Array, b: Array, *bias: Array
 ) -> list[Array]:
-    """`(x, w, labels, most, a, b) -> ([dx][, dw])`, with a and b as in `softmax`."""
-    (g,) = softmax.define_gradient(spec.softmax, logits(spec, x, w), labels, most, a, b)
+    """`(x, w, labels, most, a, b[, bias]) -> ([dx][, dw][, dbias])`, with a and b of `softmax`."""
+    z = logits(spec, x, w, *bias)
+    (g,) = softmax.define_gradient(spec.softmax, z, labels, most, a, b)
     return _gradients(spec, x, w, g, a, b)
 
 
-def define_tangent(
-    spec: Spec, x: Array, w: Array, labels: Array, most: Array, total: Array, *moving: Array
-) -> list[Array]:
-    """`(x, w, labels, most, sum[, dx][, dw]) -> (dlse, dpicked)`."""
-    moving_of = iter(moving)
-    zero = functools.partial(jnp.zeros_like, dtype=x.dtype)
-    tangents = [next(moving_of) if wanted else zero(a) for wanted, a in zip(spec.wanted, (x, w))]
+def define_lse(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
+    """`(x, w, labels[, bias]) -> (lse, picked)`."""
+    most, total, picked = define_statistics(spec, x, w, labels, *bias)
+    return [softmax.lse_of(most, total), picked]
 
-    def statistics(x, w):
-        most, total, picked = softmax.define_statistics(spec.softmax, logits(spec, x, w), labels)
-        return softmax.lse_of(most, total), picked
 
-    del most, total
-    tangents = [t.astype(x.dtype) for t in tangents]
-    return list(jax.jvp(statistics, (x, w), tuple(tangents))[1])
+def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
+    """`(x (*rows, n), w[, bias]) -> (words,)`, int32: the first of equal ones; NaN is largest."""
+    c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
+    return [lax.argmax(c, x.ndim - 1, jnp.int32)]
 
 
 # ---------------------------------------------------------------- one device's share
@@ -173,7 +175,7 @@ def _quantized(
 
     These are (n, vocab), with their scale; none where nothing is quantized.
     """
-    if not spec.quantized:
+    if not spec.quantized or not any(spec.wanted):
         return spec, []
     if not fits(*w.shape):
         why = f"a kernel of shape {w.shape} has a dimension that is no multiple of 16"
@@ -245,6 +247,9 @@ def _gradients_of_codes(
         dot = of(a, b, a[0] + b[0], dtype, wide)
         (dw,) = _kernel(spec, _addend, order, dot)(first, second, scale.reshape(()), by.reshape(()))
         found.append(dw.astype(sums))
+    if spec.bias:
+        sums = compute_dtype(x.dtype)
+        found.append(jnp.sum(codes[-1], int(spec.wanted[1]), dtype=sums) * scale.astype(sums))
     return found
 
 
@@ -256,8 +261,11 @@ class _Part:
     size: int
 
     def local(self, labels: Array) -> Array:
-        """Returns labels counted from the first column here."""
-        return labels - lax.axis_index(self.axes) * self.size if self.axes else labels
+        """Returns labels counted from the first column here; -1 or less for those of others."""
+        if not self.axes:
+            return labels
+        labels = labels - lax.axis_index(self.axes) * self.size
+        return jnp.where(labels < self.size, labels, -1)
 
     def whole(self, most: Array, total: Array, picked: Array) -> list[Array]:
         """Returns the statistics over all parts."""
@@ -270,6 +278,34 @@ class _Part:
 
 def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
     return _Part(split.over([x.ndim + 1]), w.shape[1 - spec.contract])
+
+
+def aligned_words(words: int, softcap: float | None) -> int:
+    """Returns how many words a device computes with, of so many: a multiple of 16, if it can.
+
+    Products of other sizes are slower, and in FP8 there are none. Words that no row has are kept
+    out by a bias of -inf, which a soft cap would bring back.
+    """
+    return words if words < _FEW_WORDS or softcap is not None else -(-words // MULTIPLE) * MULTIPLE
+
+
+def _aligned(spec: Spec, w: Array, bias: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+    """Returns the kernel and the bias of `aligned_words`."""
+    words = w.shape[1 - spec.contract]
+    if not (more := aligned_words(words, spec.softmax.softcap) - words):
+        return w, bias
+    w = jnp.pad(w, [(0, more * (axis != spec.contract)) for axis in range(2)])
+    of_words = bias[0] if bias else jnp.zeros(words, spec.logits)
+    return w, [jnp.pad(of_words, (0, more), constant_values=-jnp.inf)]
+
+
+def _of_words(spec: Spec, found: Sequence[Array], words: int) -> list[Array]:
+    """Returns results with the gradients of the kernel and of the bias, the last, as `_aligned`
+    was given these."""
+    count = len(found) - spec.wanted[1] - bool(spec.bias)
+    axes = [1 - spec.contract] * spec.wanted[1] + [0] * bool(spec.bias)
+    cut = [lax.slice_in_dim(g, 0, words, axis=axis) for g, axis in zip(found[count:], axes)]
+    return [*found[:count], *cut]
 
 
 def _bits(kind: str, arrays: Sequence[Array]) -> list[Array]:
@@ -328,15 +364,16 @@ def _parts(spec: Spec, split: Split, lead: int, x: Array, w: Array) -> tuple[Spe
 
 
 def _statistics_body(
-    spec: Spec, split: Split, x: Array, w: Array, labels: Array, *, order: Order
+    spec: Spec, split: Split, x: Array, w: Array, labels: Array, *bias: Array, order: Order
 ) -> list[Array]:
     if 0 in x.shape:
-        return define_statistics(spec, x, w, labels)
+        return define_statistics(spec, x, w, labels, *bias)
     part, run = _part(spec, split, x, w), _kernel(spec, softmax.statistics, order)
+    w, bias = _aligned(spec, w, bias)
 
     def chunk(sums, x, labels):
         del sums
-        return list(run(logits(spec, x, w), labels)), []
+        return list(run(logits(spec, x, w, *bias), labels)), []
 
     flat, shape = x.reshape(-1, x.shape[-1]), labels.shape
     arrays = [flat, part.local(labels).reshape(-1)]
@@ -344,10 +381,40 @@ def _statistics_body(
     return [r.reshape(shape) for r in part.whole(*found)]
 
 
+def _argmax_body(
+    spec: Spec, split: Split, x: Array, w: Array, *bias: Array, order: Order
+) -> list[Array]:
+    del order  # XLA reads a chunk once
+    if 0 in x.shape:
+        return define_argmax(spec, x, w, *bias)
+    part = _part(spec, split, x, w)
+    w, bias = _aligned(spec, w, bias)
+
+    def chunk(sums, x):
+        del sums
+        c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
+        word = lax.argmax(c, 1, jnp.int32)
+        if not part.axes:
+            return [word], []
+        best = jnp.take_along_axis(c, word[:, None], 1)[:, 0]
+        # Of the devices with the row's best, a NaN if there is one, the first word is chosen.
+        rank = jnp.isnan(best).astype(jnp.int32)
+        best = jnp.where(rank, 0, best)
+        top = lax.pmax(rank, part.axes)
+        best = jnp.where(rank == top, best, -jnp.inf)
+        chosen = (rank == top) & (best == lax.pmax(best, part.axes))
+        word = jnp.where(chosen, word + lax.axis_index(part.axes) * part.size, _LAST)
+        return [lax.pmin(word, part.axes)], []
+
+    flat = x.reshape(-1, x.shape[-1])
+    (words,) = _in_chunks(chunk, [flat], _size(spec, flat, w))
+    return [words.reshape(x.shape[:-1])]
+
+
 def _added(
     spec: Spec, order: Order, sums: Any, x: Array, w: Any, g: Sequence[Array], *factors: Array
 ) -> tuple[list[Array], list[Array]]:
-    """Returns `([dx], [sum of dw])` with a chunk's gradients; w is the kernel and its codes."""
+    """Returns `([dx], [sums of dw, dbias])` with a chunk's gradients; w has the kernel's codes."""
     spec = replace(spec, groups=0)
     if spec.softmax.codes:
         found = _gradients_of_codes(spec, order, x, w[1:], g, *factors)
@@ -360,9 +427,9 @@ def _added(
 def _each_group(
     spec: Spec, split: Split, run: Callable[..., list[Array]], x: Array, *rows: Array, results: int
 ) -> list[Array]:
-    """Returns `run`'s results for each group: rows' (`results` of them), dx and dw, where wanted.
+    """Returns `run`'s results for each group: rows' (`results` of them), and gradients, if wanted.
 
-    dw is added up over the devices that have other rows, dx over those that have other words.
+    Those of parameters are added up over devices that have other rows, dx over other words.
     """
     groups, n = x.shape[: spec.groups], x.shape[-1]
     count, shape = math.prod(groups), x.shape[:-1]
@@ -375,10 +442,9 @@ def _each_group(
     rest = iter(found[results:])
     if spec.wanted[0]:
         done.append(split.psum(next(rest).reshape(x.shape), [x.ndim + 1]))
-    if spec.wanted[1]:
-        dw = next(rest)
-        dw = dw.reshape(*groups, *dw.shape[1:])
-        done.append(split.psum(dw, range(spec.groups, x.ndim - 1)))
+    for of_parameter in rest:
+        each = of_parameter.reshape(*groups, *of_parameter.shape[1:])
+        done.append(split.psum(each, range(spec.groups, x.ndim - 1)))
     return done
 
 
@@ -388,15 +454,23 @@ def _gradient(spec: Spec, order: Order) -> Callable[..., Sequence[Array]]:
 
 
 def _loss_gradients_body(
-    spec: Spec, split: Split, x: Array, w: Array, labels: Array, weights: Array, *, order: Order
+    spec: Spec,
+    split: Split,
+    x: Array,
+    w: Array,
+    labels: Array,
+    weights: Array,
+    *bias: Array,
+    order: Order,
 ) -> list[Array]:
     if 0 in x.shape:
-        return define_loss_gradients(spec, x, w, labels, weights)
+        return define_loss_gradients(spec, x, w, labels, weights, *bias)
     part = _part(spec, split, x, w)
+    w, bias = _aligned(spec, w, bias)
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(spec, sums, x, labels, weights):
-        z = logits(spec, x, w)
+        z = logits(spec, x, w, *bias)
         if part.axes or spec.softmax.codes:
             found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
             most, total, _ = found
@@ -411,7 +485,7 @@ def _loss_gradients_body(
 
     def run(*arrays):
         own, size = _parts(spec, split, x.ndim, arrays[0], w)
-        return _in_chunks(functools.partial(chunk, own), arrays, size)
+        return _of_words(spec, _in_chunks(functools.partial(chunk, own), arrays, size), part.size)
 
     return _each_group(spec, split, run, x, part.local(labels), weights, results=3)
 
@@ -421,17 +495,19 @@ def _gradients_body(
 ) -> list[Array]:
     if 0 in x.shape:
         return define_gradients(spec, x, w, labels, *rows)
-    labels = _part(spec, split, x, w).local(labels)
+    part = _part(spec, split, x, w)
+    labels = part.local(labels)
+    w, bias = _aligned(spec, w, rows[3:])
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
-        g = _gradient(spec, order)(logits(spec, x, w), *rows)
+        g = _gradient(spec, order)(logits(spec, x, w, *bias), *rows)
         return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
 
     def run(*arrays):
-        return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))
+        return _of_words(spec, _in_chunks(chunk, arrays, _size(spec, arrays[0], w)), part.size)
 
-    return _each_group(spec, split, run, x, labels, *rows, results=0)
+    return _each_group(spec, split, run, x, labels, *rows[:3], results=0)
 
 
 # ---------------------------------------------------------------- sharding and batching
@@ -440,8 +516,8 @@ def _gradients_body(
 def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    These are x, w (the kernel), r (a number for each row), t (the tangents of x and the kernel, as
-    far as they exist) and g (their gradients).
+    These are x, w (the kernel), r (a number for each row), b (the bias, if there is one) and g (the
+    gradients of x, the kernel and the bias, as far as they are wanted).
     """
 
     def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
@@ -450,8 +526,10 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
         x, n, v = tuple(range(x_ndim)), x_ndim, x_ndim + 1
         w = (n, v) if spec.contract == 0 else (v, n)
         found: dict[str, list[Any]] = {"x": [x], "w": [w], "r": [x[:-1]]}
-        for letter, groups in ("t", ()), ("g", range(spec.groups)):
-            found[letter] = [x] * spec.wanted[0] + [(*groups, *w)] * spec.wanted[1]
+        found["b"] = [(v,)] * (spec.bias is not None)
+        groups = range(spec.groups)
+        of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
+        found["g"] = [x] * spec.wanted[0] + of_parameters
         each = lambda text: tuple(dims for letter in text for dims in found[letter])
         return each(operands), each(results)
 
@@ -494,11 +572,13 @@ def one_by_one(op: Op, args: Any, dims: Any, spec: Any, order: Order) -> Any:
 def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> Any:
     """A batch dimension becomes one of groups, with a kernel's gradient each."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    if dims[1] is not None:
+    rows = len(args) - (spec.bias is not None)
+    if dims[1] is not None or any(d is not None for d in dims[rows:]):
         return one_by_one(op, args, dims, spec, order)
-    x, w, *rows = [a if i == 1 else batch_at(a, dims[i], 0, size) for i, a in enumerate(args)]
-    rows = [match(a, x, range(a.ndim)) for a in rows]
-    results = op(replace(spec, groups=spec.groups + 1), x, w, *rows, order=order)
+    x, *moved = [batch_at(args[i], dims[i], 0, size) for i in (0, *range(2, rows))]
+    moved = [match(a, x, range(a.ndim)) for a in moved]
+    spec = replace(spec, groups=spec.groups + 1)
+    results = op(spec, x, args[1], *moved, *args[rows:], order=order)
     return results, [0] * len(results)
 
 
@@ -509,43 +589,65 @@ def _checked(ctx: Any, spec: Spec, order: Order) -> Order:
     return require_fp8(ctx, spec, order) if spec.quantized else order
 
 
-def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
-    x, w, labels, most, total, *moving = operands
-    dlse, dpicked = [ad.instantiate_zeros(ct) for ct in cts]
-    a = softmax.divided(dlse, total)
-    found = iter(gradients(spec, x, w, labels, most, a, -dpicked, order=order))
-    linear = [next(found).astype(t.aval.dtype) for t in moving]
-    return [None] * 5 + linear
-
-
-_op = functools.partial(Op, leads=(0, 1))
-_chunked = functools.partial(_op, undivided=_undivided)
+_chunked = functools.partial(Op, leads=(0, 1), undivided=_undivided)
 _of_gradients = functools.partial(_chunked, batch=_batch_groups, before=_checked)
 statistics = _chunked(
     "cross_entropy_statistics",
     define_statistics,
-    dims=_dims("xwr", "rrr"),
+    dims=_dims("xwrb", "rrr"),
     body=_statistics_body,
     batch=batch_rows,
+    formula=define_lse,
+)
+argmax = _chunked(
+    "cross_entropy_argmax",
+    define_argmax,
+    dims=_dims("xwb", "r"),
+    body=_argmax_body,
+    batch=functools.partial(batch_rows, rows=(0,)),
 )
 loss_gradients = _of_gradients(
     "cross_entropy_loss_gradients",
     define_loss_gradients,
-    dims=_dims("xwrr", "rrrg"),
+    dims=_dims("xwrrb", "rrrg"),
     body=_loss_gradients_body,
 )
 gradients = _of_gradients(
     "cross_entropy_gradients",
     define_gradients,
-    dims=_dims("xwrrrr", "g"),
+    dims=_dims("xwrrrrb", "g"),
     body=_gradients_body,
 )
-tangent = _op(
-    "cross_entropy_tangent",
-    define_tangent,
-    dims=_dims("xwrrrt", "rr"),
-    transpose=_transpose_tangent,
-)
+
+
+def lse_tangents(
+    spec: Spec,
+    operands: Sequence[Array],
+    found: Sequence[Array],
+    moving: Sequence[Any],
+    order: Order,
+) -> list[Array]:
+    """Returns the tangents of (lse, picked), of operands whose `statistics` were found.
+
+    `moving` are the tangents of x, the kernel and the bias, as far as `spec` wants them.
+    """
+    most, total, _ = found
+    given, wanted = iter(moving), (*spec.wanted, False, *[spec.bias] * (len(operands) - 3))
+    tangents = [next(given) if wants else None for wants in wanted]
+    results, rows = (most, most), (most, total)
+    return tangents_of(statistics, _backward, spec, operands, tangents, results, rows, order)
+
+
+def _backward(
+    spec: Spec, cts: Any, operands: Any, rows: Any, wanted: Any, *, order: Order
+) -> list[Any]:
+    (x, w, labels, *bias), (most, total) = operands, rows
+    dlse, dpicked = [jnp.zeros_like(most) if ct is None else ct for ct in cts]
+    of_bias = wanted[3] if bias else None
+    spec = replace(spec, wanted=(wanted[0], wanted[1]), bias=of_bias)
+    factors = softmax.divided(dlse, total), -dpicked
+    found = iter(gradients(spec, x, w, labels, most, *factors, *bias, order=order))
+    return [next(found) if wants else None for wants in wanted]
 
 
 def _without_gradients(used: list[bool], *live_and_eqn: Any) -> Any:
@@ -555,10 +657,9 @@ def _without_gradients(used: list[bool], *live_and_eqn: Any) -> Any:
         return [False] * len(eqn.invars), None
     if any(used[3:]):
         return [True] * len(eqn.invars), eqn
-    eqn = eqn.replace(
-        primitive=statistics.primitive, invars=eqn.invars[:3], outvars=eqn.outvars[:3]
-    )
-    return [True, True, True, False], eqn
+    invars = [*eqn.invars[:3], *eqn.invars[4:]]
+    eqn = eqn.replace(primitive=statistics.primitive, invars=invars, outvars=eqn.outvars[:3])
+    return [True, True, True, False, *[True] * len(invars[3:])], eqn
 
 
 jax_private.on_unused_results(loss_gradients.primitive, _without_gradients)

@@ -1,8 +1,8 @@
 """The softmax of a chunk of logits: its statistics, and its gradient in their place.
 
     c = softcap · tanh(z / softcap) (or z)    most = max_j c_j    sum = Σ_j exp(c_j - most)
-    picked = c_label
-    g_j = (a · exp(c_j - most) - b · [j = label]) · dc_j/dz_j
+    picked = Σ_j t_j · c_j, with t_j = (1 - smoothing) · [j = label] + share
+    g_j = (a · exp(c_j - most) - b · t_j) · dc_j/dz_j
 
 With these lse = most + log sum, and its gradient is that with a = 1 / sum. lse itself is rounded:
 where a row's logits share an offset, exp(c_j - lse) is wrong by that rounding, which grows with the
@@ -21,6 +21,7 @@ same error each time, and be learnt with it.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,8 @@ class Softmax:
     softcap: float | None = None  # bound on |c|, if any
     z_loss: float = 0.0  # coefficient of lse² in the loss
     dtype: str = "bfloat16"  # the gradient's dtype
+    smoothing: float = 0.0  # how much of the label's target is shared by all words
+    share: float = 0.0  # a word's: smoothing / the whole vocabulary's words
     op: str = "linear_cross_entropy"  # the function the user called
     codes: Codes | None = None  # those of the gradient in FP8, if it is in FP8
     # The statistics' kernel adds up as the one that also writes the gradient does.
@@ -49,7 +52,8 @@ class Softmax:
 # ---------------------------------------------------------------- definition, in plain JAX
 
 
-def _capped(spec: Softmax, z: Array) -> Array:
+def capped(spec: Softmax, z: Array) -> Array:
+    """Returns c of logits z, in float32 or wider."""
     z = z.astype(compute_dtype(z.dtype))
     return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
 
@@ -61,8 +65,10 @@ def _is_label(z: Array, labels: Array) -> Array:
 
 def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:
     """`(z (*rows, vocab), labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
-    c = _capped(spec, z)
+    c = capped(spec, z)
     picked = jnp.sum(jnp.where(_is_label(z, labels), c, 0), axis=-1)
+    if spec.smoothing:
+        picked = (1 - spec.smoothing) * picked + spec.share * jnp.sum(c, axis=-1)
     # lse does not depend on what is subtracted, so its derivative does not either. It is finite, or
     # -inf - -inf would be NaN.
     largest = float(jnp.finfo(c.dtype).max)
@@ -74,9 +80,11 @@ def define_gradient(
     spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
 ) -> list[Array]:
     """`(z, labels, most, a, b) -> (g,)`; rows whose a and b are zero have zeros."""
-    c = _capped(spec, z)
+    c = capped(spec, z)
     each = lambda row: row[..., None]
-    g = each(a) * jnp.exp(c - each(most)) - jnp.where(_is_label(z, labels), each(b), 0)
+    target = jnp.where(_is_label(z, labels), each(b * (1 - spec.smoothing)), 0)
+    target = target + each(b * spec.share) if spec.smoothing else target
+    g = each(a) * jnp.exp(c - each(most)) - target
     if spec.softcap is not None:
         g = g * (1 - jnp.square(c / spec.softcap))
     # Zeros that are finite already keep their derivatives with respect to a and b.
@@ -221,6 +229,19 @@ def layout(vocabulary: int, itemsize: int, target: Target, *, twice: bool = True
     return Layout(vector, each, batch, slices, max(1, resident // each))
 
 
+def _macros(spec: Softmax, z: Array) -> dict[str, Any]:
+    return {
+        "Z_TYPE": CUDA_TYPES[z.dtype.name],
+        "SOFTCAP": int(spec.softcap is not None),
+        "SMOOTHING": int(spec.smoothing > 0),
+        "APPROXIMATE": int(z.dtype.itemsize == 2),
+    }
+
+
+def _numbers(spec: Softmax) -> tuple[float, ...]:
+    return spec.softcap or 0.0, 1 - spec.smoothing, spec.share
+
+
 def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[Array]]:
     """Returns a kernel's launch; the gradient overwrites logits of its dtype."""
 
@@ -232,11 +253,9 @@ def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[A
         macros = {
             "KERNEL": kernel,
             "COMPUTE_TYPE": CUDA_TYPES[compute.name],
-            "Z_TYPE": CUDA_TYPES[z.dtype.name],
             "STATISTICS": int(has_lse),
             "GRADIENT": int(has_g),
-            "SOFTCAP": int(spec.softcap is not None),
-            "APPROXIMATE": int(z.dtype.itemsize == 2),
+            **_macros(spec, z),
             "FEATURES": vocabulary,
             "VECTOR": chosen.vector,
             "CHUNKS": chosen.chunks(vocabulary),
@@ -249,8 +268,9 @@ def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[A
         }
         if has_g:
             macros["G_TYPE"] = CUDA_TYPES[spec.dtype]
-        slots = 2 * 2 * chosen.slices * -(-chosen.threads // 32)  # two sets of two numbers
-        numbers = (spec.softcap or 0.0, spec.z_loss)
+        values = 3 if spec.smoothing else 2
+        slots = 2 * values * chosen.slices * -(-chosen.threads // 32)  # two sets of numbers
+        numbers = (*_numbers(spec), spec.z_loss)
         g = jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.dtype))
         statistic = jax.ShapeDtypeStruct((rows,), compute_dtype(z.dtype))
         return launch(
@@ -280,28 +300,26 @@ def cuda_codes(
     assert spec.codes is not None
     if z.dtype == jnp.float64:
         raise Unsupported("logits of float64 have no FP8 codes")
-    (rows, vocabulary), flags = z.shape, spec.codes.flags
+    rows, vocabulary = z.shape
     chosen = cast_layout(rows, vocabulary, z.dtype.itemsize, target)
     of_rows, scale = _scaled(a, b)
     codes = launch(
         "quantize_softmax.cu",
         "quantize_softmax",
         [z, labels, most, *of_rows, _seeds(labels, most, a)],
-        code_types(rows, vocabulary, **flags)[:-1],
+        code_types(spec.codes, rows, vocabulary)[:-1],
         target=target,
         macros={
             "COMPUTE_TYPE": "float",
-            "Z_TYPE": CUDA_TYPES[z.dtype.name],
-            "SOFTCAP": int(spec.softcap is not None),
-            "APPROXIMATE": int(z.dtype.itemsize == 2),
+            **_macros(spec, z),
             "VECTOR": COLUMNS,
         }
-        | tile_macros(chosen, rows, vocabulary, **flags),
+        | tile_macros(chosen, spec.codes, rows, vocabulary),
         grid=chosen.blocks(rows, vocabulary),
         block=chosen.width * chosen.height,
         shared=chosen.shared if spec.codes.has_qt else 0,
         ints=(rows, vocabulary, chosen.group),
-        floats=(spec.softcap or 0.0,),
+        floats=_numbers(spec),
     )
     return [*codes, scale]
 

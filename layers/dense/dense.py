@@ -6,8 +6,9 @@ from jax.sharding import AxisType, NamedSharding
 
 from ...native.implementation import Implementation, Order, choose, native_or_best
 from ..core import sharding
+from ..core.activations import Activation, resolve
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
-from .epilogue import Activation, finish, finish_natively, resolve
+from .epilogue import finish, finish_natively
 from .fp8 import multiply
 from .matmul import matmul
 
@@ -44,7 +45,7 @@ def dense(
       bias: `(*out,)`.
       activation: None; a name: "gelu" (the exact one; `jax.nn.gelu`'s default is "gelu_tanh"),
         "relu", "silu", "squared_relu", "tanh" and the rest of
-        `normfuse.layers.dense.epilogue.ACTIVATIONS`; or a pure function, which is given float32.
+        `normfuse.layers.core.activations.ACTIVATIONS`; or a pure function, which is given float32.
         "pallas" takes those with names.
       dtype: the dtype of the product and the result; None: x's.
       quantization: "fp8" for products of FP8 operands, forward and backward

@@ -9,197 +9,30 @@ plain JAX, which XLA fuses into one loop itself. Forward mode and higher orders 
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.interpreters import ad
 
-from ...native.compiler import Source, kernel_source
 from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
-from ...native.implementation import BEST, Order, Unsupported, native_or_best
+from ...native.implementation import Order, Unsupported, native_or_best
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
-from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
-from .matmul import equally_varying
-
-# ---------------------------------------------------------------- activations
-
-_NAME = re.compile(r"[A-Za-z_]\w*")
-
-
-@dataclasses.dataclass(frozen=True)
-class Scalar:
-    """A function of one number, and its derivative, in plain JAX and as source text for kernels."""
-
-    # The C++ function's name, other than those of CUDA's functions (`tanh`), which `source` could
-    # not call then.
-    name: str
-    # The definition, `template <typename T> __device__ T name(T x, T parameter, ...)`, for T float
-    # and double. It may call CUDA's math functions and those of `kernels/scalar.cuh`.
-    source: str
-    derivative: str  # likewise `name_derivative`; "" for none, and so no backward kernel
-    # The definition in JAX, which forward mode and higher orders differentiate.
-    function: Callable[..., Array] = dataclasses.field(repr=False)
-    parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of the constants that follow x
-
-    def __post_init__(self):
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"Scalar: name must be a C++ identifier, got {self.name!r}")
-
-    def __call__(self, x: Array) -> Array:
-        """The function in plain JAX."""
-        return self.function(x)
-
-    def code(self, alias: str = "activation") -> str:
-        """Returns C++ text of `alias(x)` and, with a derivative, of `alias_derivative(x)`."""
-        values = ", ".join(["x", *(f"T({value!r})" for _, value in self.parameters)])
-        parts = []
-        for end, text in {"": self.source, "_derivative": self.derivative}.items():
-            if text:
-                call = f"return {self.name}{end}({values});"
-                head = f"template <typename T>\n__device__ inline T {alias}{end}(T x)"
-                parts += [text.strip(), f"{head} {{ {call} }}"]
-        return "\n".join(parts) + "\n"
-
-
-def _text(name: str, body: str, takes: Iterable[str]) -> str:
-    """Returns C++ of a function, given its body or the expression that it returns."""
-    body = body if "return" in body else f"return {body};"
-    given = ", ".join(f"T {parameter}" for parameter in takes)
-    return f"template <typename T>\n__device__ inline T {name}({given}) {{\n  {body}\n}}"
-
-
-def _scalar(name: str, function, value: str, derivative: str, **parameters: float) -> Scalar:
-    """Returns a Scalar from two function bodies, or the expressions that they return."""
-    takes = ["x", *parameters]
-    sources = _text(name, value, takes), _text(f"{name}_derivative", derivative, takes)
-    return Scalar(name, *sources, function, tuple(parameters.items()))
-
-
-def squared_relu(x: Array) -> Array:
-    """`max(x, 0)²` (So et al., arXiv:2109.08668)."""
-    return jnp.square(jax.nn.relu(x))
-
-
-def quick_gelu(x: Array) -> Array:
-    """`x · sigmoid(1.702 x)`, the approximation of GELU that CLIP was trained with."""
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
-def gelu(x: Array) -> Array:
-    """`x · Φ(x)` with the normal distribution's Φ (Hendrycks and Gimpel, arXiv:1606.08415)."""
-    return jax.nn.gelu(x, approximate=False)
-
-
-def gelu_tanh(x: Array) -> Array:
-    """The usual approximation of `gelu`, `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`."""
-    return jax.nn.gelu(x, approximate=True)
-
-
-_SWISH = "sigmoid_of(k * x) + k * x * sigmoid_slope(k * x)"  # derivative of x · sigmoid(k x)
-# gelu_tanh(x) = x · sigmoid(2u), u = √(2/π) (x + 0.044715 x³): fewer operations than tanh takes.
-_TWO_U = "const T u = T(1.5957691216057308) * (x + T(0.044715) * x * x * x);"
-
-SCALARS: dict[str, Scalar] = {
-    scalar.name: scalar
-    for scalar in (
-        _scalar("elu", jax.nn.elu, "x > T(0) ? x : T(expm1(x))", "x > T(0) ? T(1) : T(exp(x))"),
-        _scalar(
-            "gelu",
-            gelu,
-            "T(0.5) * x * T(erfc(T(-0.70710678118654752) * x))",
-            "const T density = T(0.39894228040143268) * T(exp(T(-0.5) * x * x));\n"
-            "  return T(0.5) * T(erfc(T(-0.70710678118654752) * x)) + x * density;",
-        ),
-        _scalar(
-            "gelu_tanh",
-            gelu_tanh,
-            f"{_TWO_U}\n  return x * sigmoid_of(u);",
-            f"{_TWO_U}\n  const T du = T(1.5957691216057308) * (T(1) + T(0.134145) * x * x);\n"
-            "  return sigmoid_of(u) + x * du * sigmoid_slope(u);",
-        ),
-        _scalar(
-            "leaky_relu",
-            jax.nn.leaky_relu,
-            "x >= T(0) ? x : slope * x",
-            "x >= T(0) ? T(1) : slope",
-            slope=0.01,
-        ),
-        _scalar(
-            "mish",
-            jax.nn.mish,
-            "x * T(tanh(softplus_of(x)))",
-            "const T t = T(tanh(softplus_of(x)));\n"
-            "  return t + x * (T(1) - t * t) * sigmoid_of(x);",
-        ),
-        _scalar("quick_gelu", quick_gelu, "x * sigmoid_of(k * x)", _SWISH, k=1.702),
-        _scalar("relu", jax.nn.relu, "x > T(0) ? x : T(0)", "x > T(0) ? T(1) : T(0)"),
-        _scalar("sigmoid", jax.nn.sigmoid, "sigmoid_of(x)", "sigmoid_slope(x)"),
-        _scalar("silu", jax.nn.silu, "x * sigmoid_of(k * x)", _SWISH, k=1.0),
-        _scalar("softplus", jax.nn.softplus, "softplus_of(x)", "sigmoid_of(x)"),
-        _scalar(
-            "squared_relu", squared_relu, "x > T(0) ? x * x : T(0)", "x > T(0) ? T(2) * x : T(0)"
-        ),
-        _scalar(
-            "hyperbolic_tangent",
-            jnp.tanh,
-            "T(tanh(x))",
-            "const T t = T(tanh(x)); return T(1) - t * t;",
-        ),
-    )
-}
-"""The activations that kernels know, by name. "gelu" is the exact one."""
-SCALARS["swish"] = SCALARS["silu"]
-SCALARS["tanh"] = SCALARS.pop("hyperbolic_tangent")
-
-
-Activation = str | Callable[..., Array] | None
-
-
-"""The functions of gate and up that kernels know, by name."""
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    name: scalar.function for name, scalar in sorted(SCALARS.items())
-}
-"""By name. "gelu" is the exact one, of the error function; "gelu_tanh" its usual approximation."""
-
-
-def resolve(activation: Activation, op: str = "") -> Callable[[Array], Array] | None:
-    """Returns the function that `activation` names or is; None for none. Errors name `op`.
-
-    Raises:
-      ValueError: for an unknown name.
-      TypeError: for anything but None, a name or a callable.
-    """
-    prefix = op and f"{op}: "
-    if activation is not None and not callable(activation) and not isinstance(activation, str):
-        raise TypeError(
-            f"{prefix}activation must be None, a name or a function, got "
-            f"{type(activation).__name__}"
-        )
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        names = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(
-            f"{prefix}activation must be one of {names}, or a function, got {activation!r}"
-        )
-    return ACTIVATIONS[activation] if isinstance(activation, str) else activation
-
-
-def scalar_of(activation: Activation) -> Scalar | None:
-    """Returns the `Scalar` of `activation`; None for a function that is plain JAX alone.
-
-    A function that comes with its C++ has it as an attribute `scalar`.
-    """
-    if isinstance(activation, str):
-        return SCALARS[activation]
-    return activation if isinstance(activation, Scalar) else getattr(activation, "scalar", None)
-
+from ..core.activations import SCALARS, Activation, Scalar, resolve, scalar_of, with_activation
+from ..core.op import (
+    Dims,
+    Loose,
+    Op,
+    Split,
+    differentiate,
+    equally_varying,
+    match,
+    vary,
+    varying_axes,
+)
 
 # ---------------------------------------------------------------- the epilogue
 
@@ -216,7 +49,6 @@ class Epilogue:
     out_dtype: str = ""  # y's dtype
     with_dbias: bool = False  # a backward also returns the bias's gradient,
     with_value: bool = False  # and y once more
-    moves: tuple[bool, bool, bool] = (False, False, False)  # have z, up, bias a tangent?
 
 
 # ---------------------------------------------------------------- definitions, in plain JAX
@@ -258,22 +90,6 @@ def define_backward(spec: Epilogue, dy: Array, *operands: Array) -> list[Array]:
     if spec.with_value:
         results.append(y.astype(dy.dtype))
     return results
-
-
-def define_tangent(spec: Epilogue, *operands: Array) -> list[Array]:
-    """`(z[, up][, bias][, dz][, dup][, dbias]) -> (dy,)`."""
-    z, count = operands[0], 1 + spec.has_up + spec.has_bias
-    dtype = compute_dtype(*(a.dtype for a in operands[:count]), spec.out_dtype)
-    given = iter(operands[count:])
-    dz, dup, dbias = (next(given).astype(dtype) if moved else None for moved in spec.moves)
-    shift = jnp.zeros(z.shape, dtype) if dz is None else dz
-    if dbias is not None:
-        shift = shift + jnp.expand_dims(dbias, _rows(spec, z.ndim))
-    at, moving = _inputs(spec, operands[:count], dtype), [shift, *[dup] * (dup is not None)]
-    fixed = at[len(moving) :]
-    moved = lambda *moving: _value(spec)(*moving, *fixed)
-    _, dy = jax.jvp(moved, at[: len(moving)], moving)
-    return [dy.astype(spec.out_dtype)]
 
 
 # ---------------------------------------------------------------- kernels, on (rows, columns)
@@ -386,7 +202,7 @@ def _launch(
     # The rows of a block add their bias gradients in shared memory.
     shared = layout.width * layout.height * layout.vector * compute.itemsize
     done = launch(
-        _source(spec.function),
+        with_activation("epilogue.cu", spec.function),
         f"epilogue_{kernel}",
         list(operands.values()),
         list(results.values()),
@@ -406,12 +222,6 @@ def _launch(
     if "PARTIAL" in named:
         named["PARTIAL"] = column_sum(launch, target, named["PARTIAL"])
     return list(named.values())
-
-
-def _source(function: Scalar) -> Source:
-    file = kernel_source("epilogue.cu")
-    text = f'#include "scalar.cuh"\n{function.code()}#line 1 "{file.name}"\n{file.text}'
-    return dataclasses.replace(file, text=text)
 
 
 forward_kernel = Kernel("epilogue_forward", define_forward, {"cuda": forward_on_cuda})
@@ -508,73 +318,12 @@ def _backward_dims(spec: Epilogue, ndim: int) -> Dims:
     return (z, *_operands(spec, ndim)), (z, *more)
 
 
-def _tangent_dims(spec: Epilogue, ndim: int) -> Dims:
-    z = tuple(range(ndim))
-    tangents = [dims for dims, moved in zip((z, z, Loose(spec.axes)), spec.moves) if moved]
-    return (*_operands(spec, ndim), *tangents), (z,)
-
-
 def _batched(spec: Epilogue, at: int) -> Epilogue:
     return replace(spec, axes=tuple(a + (a >= at) for a in spec.axes))
 
 
-# ---------------------------------------------------------------- derivative
-
-
-def _forward_jvp(primals: Any, tangents: Any, *, spec: Epilogue, order: Order) -> Any:
-    (y,) = forward(spec, *primals, order=order)
-    moving = [t for t in tangents if type(t) is not ad.Zero]
-    if not moving:
-        return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
-    moved = iter(type(t) is not ad.Zero for t in tangents)
-    moves = next(moved), spec.has_up and next(moved), spec.has_bias and next(moved)
-    return [y], tangent(replace(spec, moves=moves), *primals, *moving, order=order)
-
-
-def _transpose_tangent(cts: Any, z: Any, *rest: Any, spec: Epilogue, order: Order) -> list[Any]:
-    count = spec.has_up + spec.has_bias
-    constants, linear = rest[:count], rest[count:]
-    nothing = [None] * (1 + count)
-    (dy,) = cts
-    if type(dy) is ad.Zero:
-        return nothing + [None] * len(linear)
-    flags = {"with_dbias": spec.moves[2], "moves": (False,) * 3}
-    results = backward(replace(spec, **flags), dy, z, *constants, order=order)
-    dz, dup, dbias = results[0], results[1] if spec.has_up else None, results[-1]
-    wanted: list[Any] = [d for d, moved in zip((dz, dup, dbias), spec.moves) if moved]
-    return nothing + [
-        d.astype(operand.aval.dtype) if ad.is_undefined_primal(operand) else None
-        for d, operand in zip(wanted, linear, strict=True)
-    ]
-
-
-def _transpose_backward(
-    cts: Any, dy: Any, z: Any, *constants: Any, spec: Epilogue, order: Order
-) -> list[Any]:
-    """The gradients are linear in dy; the value does not depend on it."""
-    out: list[Any] = [None] * (2 + len(constants))
-    cts = iter(cts[: len(cts) - spec.with_value])
-    dz = next(cts)
-    given = [dz, next(cts) if spec.has_up else None, next(cts) if spec.with_dbias else None]
-    given = [None if type(ct) is ad.Zero else ct for ct in given]
-    moving = [ct for ct in given if ct is not None]
-    if ad.is_undefined_primal(dy) and moving:
-        flags = {"with_dbias": False, "with_value": False, "out_dtype": dy.aval.dtype.name}
-        moves = tuple(ct is not None for ct in given)
-        linear = replace(spec, moves=moves, **flags)
-        out[0] = tangent(linear, z, *constants, *moving, order=order)[0]
-    return out
-
-
 # ---------------------------------------------------------------- operations
 
-tangent = Op(
-    "epilogue_tangent",
-    define_tangent,
-    dims=_tangent_dims,
-    batched=_batched,
-    transpose=_transpose_tangent,
-)
 backward = Op(
     "epilogue_gradient",
     define_backward,
@@ -582,7 +331,7 @@ backward = Op(
     body=_backward_body,
     leads=(1,),
     batched=_batched,
-    transpose=_transpose_backward,
+    linear=True,
 )
 forward = Op(
     "epilogue",
@@ -590,9 +339,20 @@ forward = Op(
     dims=_forward_dims,
     body=_forward_body,
     batched=_batched,
-    jvp=_forward_jvp,
     backward=backward,
 )
+
+
+def gradients(
+    spec: Epilogue, cts: Any, operands: Any, _: Any, wanted: Sequence[bool], *, order: Order
+) -> list[Any]:
+    """Returns the gradients of `(z[, up][, bias])`, all from one pass."""
+    with_dbias = spec.has_bias and wanted[-1]
+    results = backward(replace(spec, with_dbias=with_dbias), *cts, *operands, order=order)
+    return results + [None] * (len(operands) - len(results))
+
+
+differentiate(forward, gradients)
 
 
 # ---------------------------------------------------------------- functions for layers
@@ -642,29 +402,6 @@ def _alike(z: Array, up: Array) -> list[Array]:
     return [match(z, up, dims), up] if is_split(up) and not is_split(z) else [z, match(up, z, dims)]
 
 
-def finish_tangent(
-    function: Scalar, z: Array, dz: Array, *dbias: Array, dtype: jax.typing.DTypeLike
-) -> Array:
-    """Returns the tangent of `function(z + bias)` where z has the bias already.
-
-    Its transpose is one pass for both gradients, on kernels where they serve. `dbias` is the bias's
-    tangent, of z's last dimensions, if it has one.
-    """
-    spec = Epilogue(
-        function=function,
-        axes=(),
-        has_bias=bool(dbias),
-        out_dtype=jnp.dtype(dtype).name,
-        moves=(True, False, bool(dbias)),
-    )
-    moving = [dz]
-    for d in dbias:
-        spec = replace(spec, axes=tuple(range(z.ndim - d.ndim, z.ndim)))
-        moving.append(match(d.astype(compute_dtype(z.dtype)), z, spec.axes))
-    shift = [jnp.zeros_like(d) for d in moving[1:]]
-    return tangent(spec, z, *shift, *moving, order=BEST)[0]
-
-
 def finish(
     y: Array,
     bias: Array | None,
@@ -681,7 +418,7 @@ def finish(
         gate = lambda y, up: finish(y, bias, activation, wide) * up.astype(wide)
         gated = lambda y, up: gate(y, up).astype(dtype)
         return jax.checkpoint(gated, prevent_cse=False)(y, up)
-    function = resolve(activation)
+    function = None if activation is None else resolve(activation)
     if bias is None and function is None:
         return y.astype(dtype)
     compute = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else compute_dtype(dtype)

@@ -13,21 +13,20 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 
 from ...native.dtypes import compute_dtype
 from ...native.implementation import BEST, Order, report
 from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
-from ..core.op import Loose, Op, batch_at
+from ..core.op import Loose, Op, differentiable, equally_varying
 from ..core.sharding import axes_of, whole
 from ..quantization.gated import hidden
 from ..quantization.quantize import Codes, Quantized, decoded, no_second_derivative, quantize
@@ -37,7 +36,7 @@ from .matmul import (
     asked,
     batched,
     batched_sharding,
-    equally_varying,
+    explicit,
     gathered,
     matmul,
     with_main_gradient,
@@ -226,9 +225,19 @@ def _share_product(
     return found, functools.partial(define_product, spec, **options)
 
 
+def _product_types(spec: Contraction, a: Any, b: Any, *_: Any) -> Any:
+    """Returns the result's type where no mesh is a part of it."""
+    varying = any(one.manual_axis_type.varying for one in (a, b))
+    if a.sharding.mesh.explicit_axes or varying:
+        return None
+    of = dict(zip(spec.a, a.shape)) | dict(zip(spec.b, b.shape))
+    return [jax.ShapeDtypeStruct([of[letter] for letter in spec.out], spec.dtype)]
+
+
 product = Op(
     "fp8_product",
     define_product,
+    types=_product_types,
     dims=_product_dims,
     batch=_batch_product,
     share=_share_product,
@@ -248,17 +257,23 @@ def products_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
     return not set(spec.a) & set(spec.b) & set(spec.out)
 
 
-# ---------------------------------------------------------------- the layer's product
+# ---------------------------------------------------------------- the recipe
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """All that is known of the layer's product when it is traced."""
+    """The recipe: all that is known of the FP8 products of one input when they are traced.
+
+    As a function (`core.op`) it is a dense layer's product of args, a kernel and its main
+    gradient. The args are (x,), or (x, q, qt or None, scale) where they are `encoded`: then the
+    product reads codes of x, not its values; its tangent is theirs.
+    """
 
     op: str  # the function the user called
     product: Product  # the operands' dimensions, as letters
     dtype: str  # the compute dtype
     order: Order = BEST  # kernels to try
+    encoded: bool = False
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -268,18 +283,162 @@ class Fp8:
 
     @property
     def contract(self) -> bool:
-        """Whether the kernel is stored (out, in)."""
+        """Says that the kernel is stored (out, in)."""
         return self.product.kernel[0] != self.labels[1]
+
+    @property
+    def placed(self) -> bool:
+        """Says that the results' dimensions are placed on a mesh one by one."""
+        return self.product.out_sharding is not None
 
     def with_batch(self) -> "Fp8":
         """Returns the same of rows with one more dimension, the first."""
-        product = self.product
-        x, _, out = batched((product.x, product.kernel, product.out), (0, None))
-        return replace(self, product=replace(product, x=x, out=out))
+        return replace(self, product=self.product.with_batch())
 
-    def contraction(self, a: str, b: str, out: str, dtype: Any, sharding: Any) -> Contraction:
-        """Returns a product of codes with these letters."""
-        return Contraction(self.op, a, b, out, jnp.dtype(dtype).name, self.dtype, sharding)
+    def of_codes(self) -> "Fp8":
+        """Returns the same of an x whose codes are there."""
+        return replace(self, encoded=True)
+
+    # -------- codes
+
+    def codes(self, args: Sequence[Array], *, transposed: bool) -> Quantized:
+        """Returns the codes of x as it lies and, for the gradient of a kernel, transposed."""
+        if not self.encoded:
+            (x,), codes = args, Codes(FORMAT, True, transposed, self.op)
+            return quantize(x, codes, split=x.ndim - 1, order=self.order)
+        x, q, qt, scale = args
+        of_x = lambda codes: derived(Codes(op=self.op), codes, x)[0]
+        if transposed and qt is None:  # a program was cut to its results, then differentiated
+            qt = jnp.moveaxis(q, -1, 0)
+        return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
+
+    def kernel_codes(self, kernel: Array, *, forward: bool, backward: bool) -> Quantized:
+        """Returns the codes of a kernel: q (out, in) for the forward, qt (in, out) otherwise."""
+        has_q, has_qt = (forward, backward) if self.contract else (backward, forward)
+        codes = Codes(FORMAT, has_q, has_qt, self.op)
+        if kernel.dtype == jnp.float64:  # not quantized
+            kernel = kernel.astype(jnp.float32)
+        w = quantize(kernel, codes, split=1, rows=False, order=self.order)
+        return w if self.contract else Quantized(w.qt, w.q, w.scale)
+
+    def backward_codes(self, w: Quantized, x: Array) -> Array:
+        """Returns the kernel's codes (in, out), as the gradient of x reads them."""
+        _, summed, outs = self.labels
+        return gathered(self.product, w.qt, summed + outs, x, self.product.x, summed=True)
+
+    def gradient_codes(self, dy: Array, *, q: bool, qt: bool) -> Quantized:
+        """Returns codes of a result's gradient: q for the gradient of x, qt for the kernel's."""
+        codes = Codes(FORMAT, q, qt, self.op)
+        return quantize(dy, codes, split=len(self.labels[0]), order=self.order)
+
+    def widened(self, codes: Array, scale: Array) -> Array:
+        """Returns what codes mean, in the compute dtype."""
+        wide = compute_dtype(self.dtype)  # float16 has no scales below 2^-24
+        return (decoded(codes).astype(wide) * scale.astype(wide)).astype(self.dtype)
+
+    # -------- products of codes
+
+    def _multiply(
+        self,
+        labels: str,
+        a: tuple[Array, Array],
+        b: tuple[Array, Array],
+        dtype: jax.typing.DTypeLike,
+        sharding: Any,
+        others: dict[tuple[int, str], Array | None] | None = None,
+    ) -> Array:
+        """Returns the product of codes with their scales, of which `others` lie otherwise, too."""
+        x, w, out = labels.replace("->", ",").split(",")
+        others = {at: array for at, array in (others or {}).items() if array is not None}
+        dtype = jnp.dtype(dtype).name
+        spec = Contraction(self.op, x, w, out, dtype, self.dtype, sharding, tuple(others))
+        return product(spec, a[0], b[0], a[1], b[1], *others.values(), order=self.order)[0]
+
+    def multiply(self, x: Array, xq: Quantized, w: Quantized) -> Array:
+        """Returns the product of codes; x says how its rows lie."""
+        rows, summed, outs = self.labels
+        codes = gathered(self.product, w.q, outs + summed, x, self.product.x, summed=True)
+        if codes is not w.q and w.qt is not None:
+            codes = jnp.moveaxis(self.backward_codes(w, x), 0, -1)
+        # The backward reads these too, so that nothing more is kept and one gather serves both.
+        others = {(0, summed + rows): xq.qt, (1, summed + outs): w.qt}
+        labels = f"{rows}{summed},{outs}{summed}->{rows}{outs}"
+        placed = self.product.out_sharding
+        return self._multiply(
+            labels, (xq.q, xq.scale), (codes, w.scale), self.dtype, placed, others
+        )
+
+    def input_gradient(self, g: Quantized, w: tuple[Array, Array], like: Any) -> Array:
+        """Returns the gradient of x, of the type `like`, from codes of dy and of the kernel."""
+        rows, summed, outs = self.labels
+        labels = f"{rows}{outs},{summed}{outs}->{rows}{summed}"
+        return self._multiply(labels, (g.q, g.scale), w, like.dtype, explicit(like))
+
+    def kernel_gradient(self, x: tuple[Array, Array], g: Quantized, like: Any) -> Array:
+        """Returns the gradient of the kernel, of the type `like`, from codes of xᵀ and dyᵀ."""
+        rows, summed, outs = self.labels
+        sums = compute_dtype(self.dtype)
+        dtype = like.dtype if like.dtype in (jnp.dtype(self.dtype), sums) else sums
+        operands = [(x, summed + rows), ((g.qt, g.scale), outs + rows)]
+        if self.contract:  # so that the result needs no transpose
+            operands.reverse()
+        (a, of_a), (b, of_b) = operands
+        others = {(0 if self.contract else 1, rows + outs): g.q}
+        labels = f"{of_a},{of_b}->{self.product.kernel}"
+        found = self._multiply(labels, a, b, dtype, explicit(like), others)
+        return found.astype(like.dtype)
+
+    # -------- products of what codes mean, in the compute dtype
+
+    def along_x(self, dx: Array, w: tuple[Array, Array]) -> Array:
+        """Returns dx · kernel, of the kernel's codes (in, out)."""
+        rows, summed, outs = self.labels
+        dot = functools.partial(jnp.einsum, out_sharding=self.product.out_sharding)
+        return dot(f"{rows}{summed},{summed}{outs}->{rows}{outs}", dx, self.widened(*w))
+
+    def along_kernel(self, x: tuple[Array, Array], dkernel: Array) -> Array:
+        """Returns x · dkernel, of the codes of xᵀ."""
+        (rows, summed, outs), stored = self.labels, self.product.kernel
+        dkernel = gathered(self.product, dkernel.astype(self.dtype), stored, x[0], summed + rows)
+        dot = functools.partial(jnp.einsum, out_sharding=self.product.out_sharding)
+        return dot(f"{summed}{rows},{stored}->{rows}{outs}", self.widened(*x), dkernel)
+
+    # -------- the dense layer's product
+
+    def forward(self, operands: Any, moved: tuple[bool, ...] | None) -> Any:
+        """Returns `(y,)`, and the kernel's codes (in, out) and those of xᵀ, with their scales."""
+        args, kernel, _ = operands
+        if not moved:
+            args = mark_input(self, operands)
+        of_x, *of_kernel = moved or (False,) * 3
+        xq = self.codes(args, transposed=any(of_kernel))
+        w = self.kernel_codes(kernel, forward=True, backward=of_x)
+        y = self.multiply(args[0], xq, w)
+        of_w = (self.backward_codes(w, args[0]), w.scale) if of_x else None
+        return [y], (of_w, (xq.qt, xq.scale) if any(of_kernel) else None)
+
+    def tangents(self, dargs: Any, dkernel: Any, dmain: Any) -> list[Any]:
+        """Returns those of x, the kernel and its main gradient."""
+        return [dargs[0], *asked(dkernel, dmain)]
+
+    def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
+        """Returns that of the product of the dequantized operands."""
+        (w, x), (dx, *dkernels) = kept, tangents
+        terms = [] if dx is None else [self.along_x(dx, w)]
+        terms += [self.along_kernel(x, d) for d in dkernels if d is not None]
+        return [functools.reduce(jnp.add, terms)]
+
+    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
+        """Returns those of x, the kernel and its main gradient."""
+        ((dy,), (w, x)), (dx, *dkernels) = (cts, kept), likes
+        of_kernel = any(d is not None for d in dkernels)
+        g = self.gradient_codes(dy, q=dx is not None, qt=of_kernel)
+        found = [None if dx is None else self.input_gradient(g, w, dx)]
+        return found + [d if d is None else self.kernel_gradient(x, g, d) for d in dkernels]
+
+    def rows(self, kept: Any) -> Any:
+        """The codes of xᵀ have them behind its columns."""
+        return None if self.placed else ((-1, kept[1] and (1, -1)), [0, -1, -1])
 
 
 def multiply(
@@ -306,62 +465,14 @@ def multiply(
         return matmul(x, kernel, **options)
     product = Product.of(x.ndim, kernel.ndim, contract, None, out_sharding)
     spec = Fp8(op, product, jnp.dtype(dtype).name, order)
-    (y,) = _product(Input(spec), *operands_of(x.astype(dtype), [kernel]))
-    return y
+    x, kernel, main = equally_varying(x.astype(dtype), *with_main_gradient(kernel))
+    return differentiable(spec, (x,), kernel, main)[0]
 
 
-def moves(tangent: Any) -> bool:
-    """Returns whether there is a tangent, in a rule with symbolic zeros."""
-    return tangent is not None and not isinstance(tangent, SymbolicZero)
+# ---------------------------------------------------------------- inputs whose codes are there
 
 
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """What FP8 products read: x, or codes of it that are there."""
-
-    fp8: Fp8  # of the products
-    # Whether the arguments are (x, q, qt or None, scale). The products read codes of x, not its
-    # values; its tangent is theirs.
-    encoded: bool = False
-
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.fp8.op
-
-    def with_batch(self) -> "Input":
-        """Returns the same of rows with one more dimension, the first."""
-        return replace(self, fp8=self.fp8.with_batch())
-
-    @property
-    def placed(self) -> bool:
-        """Whether the results' dimensions are placed on a mesh one by one."""
-        return self.fp8.product.out_sharding is not None
-
-    def of_codes(self) -> "Input":
-        """Returns the same products of an x whose codes are there."""
-        return replace(self, encoded=True)
-
-    def codes(self, args: Sequence[Array], *, transposed: bool) -> Quantized:
-        """Returns the codes of x as it lies and, for the gradient of a kernel, transposed."""
-        if not self.encoded:
-            (x,), codes = args, Codes(FORMAT, True, transposed, self.fp8.op)
-            return quantize(x, codes, split=x.ndim - 1, order=self.fp8.order)
-        x, q, qt, scale = args
-        of_x = lambda codes: derived(Derived(self.fp8.op), codes, x)[0]
-        if transposed and qt is None:  # a program was cut to its results, then differentiated
-            qt = jnp.moveaxis(q, -1, 0)
-        return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class Derived:
-    """Which function the user called."""
-
-    op: str
-
-
-def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Derived, order: Order) -> Any:
+def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -> Any:
     (value,) = op(spec, *args, order=order)
     return [value], dims[:1]
 
@@ -374,14 +485,6 @@ derived = Op(
 )
 """`(value, *sources) -> (value,)`, which follows from them in a first derivative's residuals."""
 
-
-def operands_of(x: Array, kernels: Sequence[Array]) -> tuple[tuple[Array], tuple[Any, ...]]:
-    """Returns (x,), and each kernel and its main gradient, placed alike."""
-    given = [with_main_gradient(kernel) for kernel in kernels]
-    x, *flat = equally_varying(x, *[part for pair in given for part in pair])
-    return (x,), tuple(flat)
-
-
 input_p = Primitive("normfuse_fp8_input")
 """`x -> x`: marks in a traced program an x that FP8 products quantize; see `mark_input`."""
 input_p.def_impl(lambda x, **_: x)
@@ -391,23 +494,21 @@ mlir.register_lowering(input_p, lambda ctx, x, **_: [x])
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """What `fuse` has to know to call a function with the codes of its input."""
+    """A function that `fuse` may call with the codes of its input."""
 
-    call: Callable[..., Any]  # `(spec, args, operands) -> results`, a `custom_jvp`
-    spec: Any  # with `of_codes`; its arguments are (x,)
-    tree: Any  # the structure of (args, operands)
+    spec: Any  # a function of `core.op` with `of_codes`
+    tree: Any  # the structure of its operands
     ndims: tuple[int, ...]  # ndim of each of their arrays
     batched: bool = False  # the function was vmapped in a way that spec lacks
 
 
-def mark_input(
-    call: Callable[..., Any], spec: Any, args: tuple[Array, ...], operands: Any
-) -> tuple[Array, ...]:
-    """Returns the arguments of `call(spec, args, operands)`, within it, marked if they are (x,)."""
-    if len(args) != 1:
+def mark_input(spec: Any, operands: Any) -> tuple[Array, ...]:
+    """Returns the first of a function's operands, args, within it, marked if they are (x,)."""
+    args, *_ = operands
+    if spec.encoded:
         return args
-    leaves, tree = jax.tree.flatten((args, operands))
-    marked = Marked(call, spec, tree, tuple(a.ndim for a in leaves))
+    leaves, tree = jax.tree.flatten(operands)
+    marked = Marked(spec, tree, tuple(a.ndim for a in leaves))
     return (input_p.bind(args[0], marked=marked),)
 
 
@@ -423,262 +524,3 @@ def _batch_input(args: Any, dims: Any, *, marked: Marked) -> Any:
 
 
 batching.primitive_batchers[input_p] = _batch_input
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array]:
-    """Operands: the kernel and its main gradient."""
-    args = mark_input(_product, spec, args, operands)
-    made = spec.codes(args, transposed=False)
-    w = kernel_codes(spec.fp8, operands[0], forward=True, backward=False)
-    return (forward(spec.fp8, args[0], made, w),)
-
-
-@functools.partial(_product.defjvp, symbolic_zeros=True)
-def _(spec, primals, tangents):
-    (args, operands), ((dx, *_), doperands) = primals, tangents
-    doperands = asked(*doperands)
-    moved = moves(dx), *map(moves, doperands)
-    made = spec.codes(args, transposed=any(moved[1:]))
-    w = kernel_codes(spec.fp8, operands[0], forward=True, backward=moved[0])
-    y = forward(spec.fp8, args[0], made, w)
-    if not any(moved):
-        return (y,), (jnp.zeros_like(y),)
-    kept = [backward_codes(spec.fp8, w, args[0]), w.scale] if moved[0] else []
-    kept += [made.qt, made.scale] if any(moved[1:]) else []
-    moving = [t for t in (dx, *doperands) if moves(t)]
-    return (y,), (tangent(Tangent(spec.fp8, moved), *kept, *moving)[0],)
-
-
-def kernel_codes(spec: Fp8, kernel: Array, *, forward: bool, backward: bool) -> Quantized:
-    """Returns the kernel's codes: (out, in) for the forward, (in, out) for the backward."""
-    has_q, has_qt = (forward, backward) if spec.contract else (backward, forward)
-    codes = Codes(FORMAT, has_q, has_qt, spec.op)
-    if kernel.dtype == jnp.float64:  # not quantized
-        kernel = kernel.astype(jnp.float32)
-    return quantize(kernel, codes, split=1, rows=False, order=spec.order)
-
-
-def _codes(spec: Fp8, w: Quantized, *, forward: bool) -> Any:
-    return w.q if spec.contract == forward else w.qt
-
-
-def backward_codes(spec: Fp8, w: Quantized, x: Array) -> Array:
-    """Returns the kernel's codes (in, out), as the gradient of x reads them."""
-    _, summed, outs = spec.labels
-    codes = _codes(spec, w, forward=False)
-    return gathered(spec.product, codes, summed + outs, x, spec.product.x, summed=True)
-
-
-def forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
-    """Returns the product of codes; x says how its rows lie."""
-    rows, summed, outs = spec.labels
-    stored, other = _codes(spec, w, forward=True), _codes(spec, w, forward=False)
-    codes = gathered(spec.product, stored, outs + summed, x, spec.product.x, summed=True)
-    if codes is not stored and other is not None:
-        codes = jnp.moveaxis(backward_codes(spec, w, x), 0, -1)
-    dot = spec.contraction(
-        rows + summed, outs + summed, rows + outs, spec.dtype, spec.product.out_sharding
-    )
-    # The backward reads these too, so that nothing more is kept and one gather serves both.
-    others = {} if xq.qt is None else {(0, summed + rows): xq.qt}
-    others |= {} if other is None else {(1, summed + outs): other}
-    return multiply_codes(dot, (xq.q, xq.scale), (codes, w.scale), others, spec.order)
-
-
-_Scaled = tuple[Array, Array]  # codes and their scale
-
-
-def multiply_codes(
-    spec: Contraction, a: _Scaled, b: _Scaled, others: dict[Any, Array], order: Order
-) -> Array:
-    """Returns the product of codes, of which `others` are there in another order, too."""
-    spec, scales = replace(spec, others=tuple(others)), (a[1], b[1])
-    return product(spec, a[0], b[0], *scales, *others.values(), order=order)[0]
-
-
-# ---------------------------------------------------------------- the tangent
-
-
-@dataclasses.dataclass(frozen=True)
-class Tangent:
-    """The tangent of a product, in the directions of x, the kernel and its main gradient.
-
-    Its operands are the kernel's codes (in, out) and scale where x moves; xᵀ's codes (in, rows)
-    and scale where the kernel does; then the tangents. In `vmaps` over kernels, the outermost
-    first, those that are marked have one more dimension, the first.
-    """
-
-    fp8: Fp8  # of the product
-    moves: tuple[bool, ...]  # of x, the kernel and its main gradient
-    vmaps: tuple[tuple[bool, ...], ...] = ()
-
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.fp8.op
-
-    def read(self, operands: Any) -> "Residuals":
-        """Returns the operands by their names, None for what is not there."""
-        given = list(operands)
-        take = lambda there: given.pop(0) if there else None
-        pair = lambda there: (take(there), take(there))
-        kernel, x = pair(self.moves[0]), pair(any(self.moves[1:]))
-        return Residuals(kernel, x, *[take(moved) for moved in self.moves])
-
-
-class Residuals(NamedTuple):
-    """What the forward kept, and the tangents; codes come with their scale."""
-
-    kernel: tuple[Any, Any]  # codes (in, out)
-    x: tuple[Any, Any]  # codes of xᵀ
-    dx: Any
-    dkernel: Any
-    dmain: Any
-
-
-def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
-    """`(..., tangents) -> (dy,)`, of the dequantized operands."""
-    if spec.vmaps:
-        return vmapped(define_tangent, spec)(*operands)
-    fp8, r = spec.fp8, spec.read(operands)
-    terms = [] if r.dx is None else [product_with_kernel(fp8, r.dx, *r.kernel)]
-    terms += [product_with_x(fp8, *r.x, d) for d in (r.dkernel, r.dmain) if d is not None]
-    return [functools.reduce(jnp.add, terms)]
-
-
-def widened(fp8: Fp8, codes: Array, scale: Array) -> Array:
-    """Returns what codes mean, in the compute dtype."""
-    wide = compute_dtype(fp8.dtype)  # float16 has no scales below 2^-24
-    return (decoded(codes).astype(wide) * scale.astype(wide)).astype(fp8.dtype)
-
-
-def product_with_kernel(fp8: Fp8, dx: Array, w: Array, w_scale: Array) -> Array:
-    """Returns dx · kernel, of the kernel's codes (in, out), in the compute dtype."""
-    rows, summed, outs = fp8.labels
-    labels = f"{rows}{summed},{summed}{outs}->{rows}{outs}"
-    dot = functools.partial(jnp.einsum, out_sharding=fp8.product.out_sharding)
-    return dot(labels, dx, widened(fp8, w, w_scale))
-
-
-def product_with_x(fp8: Fp8, x: Array, x_scale: Array, dkernel: Array) -> Array:
-    """Returns x · dkernel, of the codes of xᵀ, in the compute dtype."""
-    rows, summed, outs = fp8.labels
-    labels = f"{summed}{rows},{fp8.product.kernel}->{rows}{outs}"
-    dkernel = dkernel.astype(fp8.dtype)
-    dkernel = gathered(fp8.product, dkernel, fp8.product.kernel, x, summed + rows)
-    dot = functools.partial(jnp.einsum, out_sharding=fp8.product.out_sharding)
-    return dot(labels, widened(fp8, x, x_scale), dkernel)
-
-
-def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
-    """The gradient for each tangent, given by its type; None for one without a type."""
-    r, fp8, (dy,) = spec.read([*residuals, *likes]), spec.fp8, dys
-    of_kernel = r.dkernel, r.dmain
-    g = gradient_codes(fp8, dy, q=r.dx is not None, qt=any(d is not None for d in of_kernel))
-    found = [None if r.dx is None else input_gradient(fp8, g, *r.kernel, r.dx)]
-    found += [d if d is None else kernel_gradient(fp8, *r.x, g, d) for d in of_kernel]
-    return [f for f, moved in zip(found, spec.moves) if moved]
-
-
-def gradient_codes(fp8: Fp8, dy: Array, *, q: bool, qt: bool) -> Quantized:
-    """Returns the codes of a result's gradient: q for the gradient of x, qt for the kernel's."""
-    rows, _, _ = fp8.labels
-    return quantize(dy, Codes(FORMAT, q, qt, fp8.op), split=len(rows), order=fp8.order)
-
-
-def input_gradient(fp8: Fp8, g: Quantized, w: Array, w_scale: Array, like: Any) -> Array:
-    """Returns the gradient of x, of the type `like`, from codes of dy and of the kernel."""
-    rows, summed, outs = fp8.labels
-    operands = rows + outs, summed + outs, rows + summed
-    dot = fp8.contraction(*operands, like.dtype, _explicit(like))
-    return product(dot, g.q, w, g.scale, w_scale, order=fp8.order)[0]
-
-
-def kernel_gradient(fp8: Fp8, x: Array, x_scale: Array, g: Quantized, like: Any) -> Array:
-    """Returns the gradient of the kernel, of the type `like`, from codes of xᵀ and dyᵀ."""
-    rows, summed, outs = fp8.labels
-    sums = compute_dtype(fp8.dtype)
-    dtype = like.dtype if like.dtype in (jnp.dtype(fp8.dtype), sums) else sums
-    a, b = ((x, x_scale), summed + rows), ((g.qt, g.scale), outs + rows)
-    a, b = (b, a) if fp8.contract else (a, b)  # so that the result needs no transpose
-    others = {} if g.q is None else {(0 if fp8.contract else 1, rows + outs): g.q}
-    dot = fp8.contraction(a[1], b[1], fp8.product.kernel, dtype, _explicit(like))
-    return multiply_codes(dot, a[0], b[0], others, fp8.order).astype(like.dtype)
-
-
-def _explicit(aval: Any) -> NamedSharding | None:
-    return aval.sharding if aval.sharding.mesh.explicit_axes else None
-
-
-def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
-    """A batch dimension of the rows is one more dimension of them, the first."""
-    r, at = spec.read(operands), spec.read(dims)
-    in_parts = spec.vmaps or spec.fp8.product.out_sharding is not None
-    of_kernel = at.x[1], *at.kernel, at.dkernel, at.dmain
-    if in_parts or any(d is not None for d in of_kernel):
-        return vmap_tangent(op, operands, dims, spec, order)
-    size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
-    moved = [*r.kernel] if spec.moves[0] else []
-    moved += [batch_at(r.x[0], at.x[0], 1, size), r.x[1]] if any(spec.moves[1:]) else []
-    moved += [batch_at(r.dx, at.dx, 0, size)] if spec.moves[0] else []
-    moved += [d for d in (r.dkernel, r.dmain) if d is not None]
-    return op(replace(spec, fp8=spec.fp8.with_batch()), *moved, order=order), [0]
-
-
-# ---------------------------------------------------------------- tangents and their transposes
-
-
-def vmap_tangent(op: Op, operands: Any, dims: Any, spec: Any, order: Order) -> Any:
-    """The batching rule of a tangent whose kernels have a batch dimension: one more of `vmaps`."""
-    moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims)]
-    has = tuple(d is not None for d in dims)
-    results = op(replace(spec, vmaps=(has, *spec.vmaps)), *moved, order=order)
-    return results, [0] * len(results)
-
-
-def vmapped(function: Callable[..., Any], spec: Any, *lead: int) -> Callable[..., Any]:
-    """Returns `function` of a tangent's operands in the outermost of its vmaps."""
-    axes = [0 if has else None for has in spec.vmaps[0]]
-    one = functools.partial(function, replace(spec, vmaps=spec.vmaps[1:]))
-    return jax.vmap(one, (*lead, *axes))
-
-
-def transposed(gradients: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Returns the transpose of a tangent by `gradients(spec, dys, residuals, likes)`.
-
-    `dys` are the gradients of the results, None for zeros. `likes` are the types of what has a
-    gradient, None for other tangents.
-    """
-
-    def in_vmaps(spec: Any, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-        if not spec.vmaps:
-            return gradients(spec, dys, residuals, likes)
-        has = spec.vmaps[0][len(residuals) :]
-        inner = [like if like is None or not h else _unstacked(like) for like, h in zip(likes, has)]
-        one = lambda spec, dys, *residuals: in_vmaps(spec, dys, residuals, inner)
-        within = replace(spec, vmaps=(spec.vmaps[0][: len(residuals)], *spec.vmaps[1:]))
-        found = vmapped(one, within, 0)(dys, *residuals)
-        summed = [f if f is None or h else jnp.sum(f, 0) for f, h in zip(found, has)]
-        return [f if f is None else f.astype(like.dtype) for f, like in zip(summed, likes)]
-
-    def transpose(cts: Any, *operands: Any, spec: Any, order: Order) -> list[Any]:
-        del order
-        dys = tuple(None if type(dy) is ad.Zero else dy for dy in cts)
-        if all(dy is None for dy in dys):
-            return [None] * len(operands)
-        count = len(operands) - sum(spec.moves)
-        tangents = operands[count:]
-        likes = [t.aval if ad.is_undefined_primal(t) else None for t in tangents]
-        return [None] * count + in_vmaps(spec, dys, operands[:count], likes)
-
-    return transpose
-
-
-def _unstacked(aval: Any) -> Any:
-    """Returns the type of one of the arrays that are stacked."""
-    sharding = NamedSharding(aval.sharding.mesh, jax.P(*aval.sharding.spec[1:]))
-    return aval.update(shape=aval.shape[1:], sharding=sharding)
-
-
-tangent = Op("fp8_tangent", define_tangent, batch=_batch, transpose=transposed(_gradients))

@@ -13,76 +13,41 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ...native.implementation import BEST, Order
-from ..core.op import Op, batch_at, match, placed
+from ..core.activations import SCALARS, Scalar
+from ..core.op import differentiable, equally_varying, jvp_along, match, placed
 from ..quantization import gated
 from ..quantization.quantize import Quantized, decoded
-from .epilogue import SCALARS, Scalar
-from .fp8 import (
-    Fp8,
-    Input,
-    backward_codes,
-    fits,
-    forward,
-    gradient_codes,
-    input_gradient,
-    kernel_codes,
-    kernel_gradient,
-    mark_input,
-    moves,
-    operands_of,
-    product_with_kernel,
-    product_with_x,
-    transposed,
-    vmap_tangent,
-    vmapped,
-    widened,
-)
-from .matmul import Product, asked, chained, equally_varying
+from .fp8 import Fp8, fits, mark_input
+from .matmul import Product, asked, chained, with_main_gradient
+
+
+class Kept(NamedTuple):
+    """The forward's residuals; pairs are codes and their scale, None where nothing reads them."""
+
+    x: Any  # codes of xᵀ
+    kernels: Any  # a pair for each of gate and up, codes (in, out)
+    down: Any  # codes (in, out) of down
+    hidden: Any  # the results of `gated.hidden` that the backward reads
 
 
 @dataclasses.dataclass(frozen=True)
 class Mlp:
-    """All that is known of the MLP when it is traced."""
+    """All that is known of the MLP when it is traced.
 
-    input: Input  # the input of gate and up; all products have the same letters
+    As a function (`core.op`): of args as in `Fp8`; pairs of a kernel and its main gradient,
+    of gate, up and down; biases of gate and up, or none.
+    """
+
+    fp8: Fp8  # each of the products: all have the same letters
     gated: gated.Gated  # the activation between them
-    has_biases: bool = False  # the first products have biases
     hidden_sharding: jax.P | None = None  # the hidden arrays', on a mesh of Auto axes
-
-    @property
-    def fp8(self) -> Fp8:
-        """Each of the products."""
-        return self.input.fp8
-
-    @property
-    def count(self) -> int:
-        """How many products there are before the activation."""
-        return 1 + self.gated.has_up
-
-    def split(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Returns what belongs to the first kernels, to the last one and to the biases."""
-        end = 2 * self.count
-        return operands[:end], operands[end : end + 2], operands[end + 2 :]
-
-    def with_batch(self) -> "Mlp":
-        """Returns the same of rows with one more dimension, the first."""
-        return replace(self, input=self.input.with_batch())
-
-    @property
-    def placed(self) -> bool:
-        """Whether dimensions of hidden arrays are placed on a mesh one by one."""
-        return self.hidden_sharding is not None
-
-    def of_codes(self) -> "Mlp":
-        """Returns the same MLP of an x whose codes are there."""
-        return replace(self, input=self.input.of_codes())
 
     @property
     def op(self) -> str:
@@ -90,19 +55,112 @@ class Mlp:
         return self.fp8.op
 
     @property
-    def order(self) -> Order:
-        """Which kernels are to serve."""
-        return self.fp8.order
+    def encoded(self) -> bool:
+        """Says that the codes of x are there."""
+        return self.fp8.encoded
+
+    @property
+    def placed(self) -> bool:
+        """Says that dimensions of hidden arrays are placed on a mesh one by one."""
+        return self.hidden_sharding is not None
+
+    def with_batch(self) -> "Mlp":
+        """Returns the same of rows with one more dimension, the first."""
+        return replace(self, fp8=self.fp8.with_batch())
+
+    def of_codes(self) -> "Mlp":
+        """Returns the same MLP of an x whose codes are there."""
+        return replace(self, fp8=self.fp8.of_codes())
+
+    def _split(self, flat: Sequence[Any]) -> tuple[Any, list[Any], Any, list[Any]]:
+        """Returns what is x's, in pairs the first kernels' and down's, and the biases'."""
+        x, *rest = flat
+        count = 1 + self.gated.has_up
+        pairs = [rest[2 * i : 2 * i + 2] for i in range(count + 1)]
+        return x, pairs[:-1], pairs[-1], rest[2 * count + 2 :] or [None] * count
+
+    def forward(self, operands: Any, moved: tuple[bool, ...] | None) -> Any:
+        """Returns `(y,)` and `Kept`."""
+        args, pairs, biases = operands
+        if not moved:
+            args = mark_input(self, operands)
+        of_x, of_firsts, _, of_biases = self._split(moved or [False] * (1 + 2 * len(pairs)))
+        of_firsts = any(map(any, of_firsts))
+        before_down, fp8, x = of_x or of_firsts or any(of_biases), self.fp8, args[0]
+        xq = fp8.codes(args, transposed=of_firsts)
+        codes = [fp8.kernel_codes(w, forward=True, backward=of_x) for w, _ in pairs[:-1]]
+        arrays = [placed(fp8.multiply(x, xq, w), self.hidden_sharding) for w in codes]
+        arrays = [_plus(a, bias) for a, bias in zip(arrays, biases)] or arrays
+        q, scale, *hidden = gated.hidden(self.gated, *arrays, order=fp8.order)
+        down = fp8.kernel_codes(pairs[-1][0], forward=True, backward=before_down)
+        y = fp8.multiply(arrays[0], Quantized(q, None, scale), down)
+        return [y], Kept(
+            (xq.qt, xq.scale) if of_firsts else None,
+            [(fp8.backward_codes(w, x), w.scale) for w in codes] if of_x else None,
+            (fp8.backward_codes(down, arrays[0]), down.scale) if before_down else None,
+            hidden,
+        )
+
+    def tangents(self, dargs: Any, pairs: Any, dbiases: Any) -> list[Any]:
+        """Returns those of x, each kernel and its main gradient, and the biases."""
+        return [dargs[0], *[d for pair in pairs for d in asked(*pair)], *dbiases]
+
+    def tangent(self, kept: Kept, tangents: Sequence[Any]) -> list[Array]:
+        """Returns that of the MLP of the dequantized operands, in the compute dtype."""
+        fp8, (dx, of_firsts, of_down, of_biases), terms = self.fp8, self._split(tangents), []
+        if kept.down is not None:
+            pairs = kept.hidden[:-3]
+            arrays = [fp8.widened(*pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
+            along = []
+            for i, (array, dkernels, dbias) in enumerate(zip(arrays, of_firsts, of_biases)):
+                parts = [fp8.along_kernel(kept.x, d) for d in dkernels if d is not None]
+                parts += [] if dx is None else [fp8.along_x(dx, kept.kernels[i])]
+                total = functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array)
+                along.append(total if dbias is None else _plus(total, dbias))
+            h = functools.partial(gated.define_h, self.gated)
+            (dh, _) = jvp_along(h, arrays, along)[1]
+            dh = dh.astype(fp8.dtype)
+            terms.append(fp8.along_x(dh, kept.down))
+        if of_down := [d for d in of_down if d is not None]:
+            h = gated.hidden_codes(self.gated, *kept.hidden)
+            terms += [fp8.along_kernel(h, d) for d in of_down]
+        return [functools.reduce(jnp.add, terms)]
+
+    def gradients(self, cts: Any, kept: Kept, likes: Sequence[Any]) -> list[Any]:
+        """Returns those of x, each kernel and its main gradient, and the biases."""
+        (dy,), fp8, (dx, of_firsts, of_down, of_biases) = cts, self.fp8, self._split(likes)
+        there = lambda types: any(t is not None for t in types)
+        before_down = there([dx, *of_biases, *sum(of_firsts, [])])
+        g = fp8.gradient_codes(dy, q=before_down, qt=there(of_down))
+        each = lambda x, g, of: [d if d is None else fp8.kernel_gradient(x, g, d) for d in of]
+        if not before_down:
+            h = gated.hidden_codes(self.gated, *kept.hidden)
+            return [None] * (1 + 2 * len(of_firsts)) + each(h, g, of_down) + of_biases
+        like = jax.typeof(kept.hidden[0]).update(dtype=jnp.dtype(fp8.dtype))
+        dh = placed(fp8.input_gradient(g, kept.down, like), self.hidden_sharding)
+        *codes, ht, h_scale = gated.hidden_gradients(self.gated, dh, *kept.hidden, order=fp8.order)
+        ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
+        found: list[Any] = [None]
+        if dx is not None:
+            terms = [fp8.input_gradient(way, w, dx) for way, w in zip(ways, kept.kernels)]
+            found = [chained(terms)]
+        found += [d for way, of in zip(ways, of_firsts) for d in each(kept.x, way, of)]
+        found += each((ht, h_scale), g, of_down)
+        return found + [d if d is None else _bias_gradient(w, d) for w, d in zip(ways, of_biases)]
+
+    def rows(self, kept: Kept) -> Any:
+        """The codes of xᵀ have them behind its columns; scales and limits are all rows'."""
+        hidden = [*[0, -1] * (1 + self.gated.has_up), *[-1] * 3]
+        return Kept(kept.x and (1, -1), -1, -1, hidden), [0, *[-1] * 8]
 
 
 def serves(kernels: list[Array], contract: int, function: Scalar | None) -> bool:
-    """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope."""
-    shapes = all(fits(kernel, contract) and kernel.ndim == 2 for kernel in kernels)
-    return shapes and function is not None and has_slope(function)
+    """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope.
 
-
-def has_slope(function: Scalar) -> bool:
-    """Whether a bound of the slope is known: of the library's own activations, not of namesakes."""
+    Bounds are those of the library's own activations, not of namesakes.
+    """
+    if function is None or not all(fits(k, contract) and k.ndim == 2 for k in kernels):
+        return False
     own = SCALARS.get(function.name)
     texts = lambda scalar: (scalar.source, scalar.derivative)
     return function.name in gated.SLOPES and own is not None and texts(own) == texts(function)
@@ -128,57 +186,11 @@ def multiply_mlp(
     dtype = jnp.dtype(dtype).name
     fp8 = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
     hidden = gated.Gated(function, op, len(kernels) == 2)
-    spec = Mlp(Input(fp8), hidden, bool(biases), hidden_sharding)
-    x, *biases = equally_varying(x.astype(dtype), *biases)
-    args, operands = operands_of(x, [*kernels, down])
-    return _mlp(spec, args, (*operands, *biases))[0]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
-    """Operands: a kernel and its main gradient, of gate, up and down; biases of gate and up."""
-    args = mark_input(_mlp, spec, args, operands)
-    made = spec.input.codes(args, transposed=False)
-    y, _ = _products(spec, args[0], made, operands, (False,) * (1 + len(operands)))
-    return (y,)
-
-
-@functools.partial(_mlp.defjvp, symbolic_zeros=True)
-def _(spec, primals, tangents):
-    (args, operands), ((dx, *_), doperands) = primals, tangents
-    end = 2 * (spec.count + 1)
-    pairs = [asked(*doperands[i : i + 2]) for i in range(0, end, 2)]
-    doperands = *sum(pairs, ()), *doperands[end:]
-    of_x, moved = moves(dx), tuple(map(moves, doperands))
-    made = spec.input.codes(args, transposed=any(spec.split(moved)[0]))
-    y, kept = _products(spec, args[0], made, operands, (of_x, *moved))
-    moving = [dx] * of_x + [t for t in doperands if moves(t)]
-    linear = Tangent(spec, (of_x, *moved))
-    dy = tangent(linear, *kept, *moving)[0] if moving else jnp.zeros_like(y)
-    return (y,), (dy,)
-
-
-def _products(
-    spec: Mlp, x: Array, xq: Any, operands: Any, moves: tuple[bool, ...]
-) -> tuple[Array, list[Array]]:
-    """The result of what has the codes `xq`, and the residuals in the order of `Residuals`."""
-    firsts, (down, _), biases = spec.split(operands)
-    first_moves, _, bias_moves = map(any, spec.split(moves[1:]))
-    codes = [kernel_codes(spec.fp8, w, forward=True, backward=moves[0]) for w in firsts[::2]]
-    arrays = [placed(forward(spec.fp8, x, xq, w), spec.hidden_sharding) for w in codes]
-    arrays = [_plus(a, bias) for a, bias in zip(arrays, biases)] or arrays
-    q, scale, *hidden = gated.hidden(spec.gated, *arrays, order=spec.order)
-    before_down = moves[0] or first_moves or bias_moves
-    wd = kernel_codes(spec.fp8, down, forward=True, backward=before_down)
-    y = forward(spec.fp8, arrays[0], Quantized(q, None, scale), wd)
-    absent = jnp.zeros((), jnp.float32)
-    back = lambda product, w, like, there: backward_codes(product, w, like) if there else absent
-    return y, [
-        *(xq.qt if first_moves else absent, xq.scale),
-        *(r for w in codes for r in (back(spec.fp8, w, x, moves[0]), w.scale)),
-        *(back(spec.fp8, wd, arrays[0], before_down), wd.scale),
-        *hidden,
-    ]
+    parts = [part for kernel in (*kernels, down) for part in with_main_gradient(kernel)]
+    x, *parts = equally_varying(x.astype(dtype), *parts, *biases)
+    pairs = tuple((parts[2 * i], parts[2 * i + 1]) for i in range(len(kernels) + 1))
+    operands = (x,), pairs, tuple(parts[2 * len(pairs) :])
+    return differentiable(Mlp(fp8, hidden, hidden_sharding), *operands)[0]
 
 
 def _plus(array: Array, bias: Array) -> Array:
@@ -187,132 +199,8 @@ def _plus(array: Array, bias: Array) -> Array:
     return array + jnp.expand_dims(bias, range(array.ndim - 1))
 
 
-# ---------------------------------------------------------------- the tangent
-
-
-@dataclasses.dataclass(frozen=True)
-class Tangent:
-    """The tangent of the MLP, along x, the kernels with their main gradients, and the biases.
-
-    Its operands are those of `Residuals`, then the tangents that there are. A residual that no
-    tangent needs is a scalar zero. `vmaps` are as in `fp8`.
-    """
-
-    mlp: Mlp
-    moves: tuple[bool, ...]
-    vmaps: tuple[tuple[bool, ...], ...] = ()
-
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.mlp.op
-
-    def read(self, operands: Any) -> "Residuals":
-        """Returns the operands by their names."""
-        given = list(operands)
-        take = lambda: (given.pop(0), given.pop(0))
-        count = self.mlp.count
-        x, kernels, down = take(), [take() for _ in range(count)], take()
-        arrays, limits = [take() for _ in range(count)], [given.pop(0) for _ in range(3)]
-        linear = [given.pop(0) if moved else None for moved in self.moves]
-        dx, (*firsts, of_down, biases) = linear[0], self.mlp.split(linear[1:])
-        of_firsts = [firsts[0][i : i + 2] for i in range(0, 2 * count, 2)]
-        biases = biases or [None] * count
-        return Residuals(x, kernels, down, arrays, limits, linear, dx, of_firsts, of_down, biases)
-
-
-@dataclasses.dataclass
-class Residuals:
-    """What the forward kept, and the tangents; pairs are codes and their scale."""
-
-    x: tuple[Any, Any]  # codes of xᵀ
-    kernels: list[tuple[Any, Any]]  # codes (in, out) of gate and up
-    down: tuple[Any, Any]  # codes (in, out) of down
-    arrays: list[tuple[Any, Any]]  # codes of a and b, before the activation
-    limits: list[Any]  # of |f(a)|, |b| and |h|
-    linear: list[Any]  # all tangents, None where there is none: first that of x, then these
-    dx: Any
-    of_firsts: list[list[Any]]  # those of gate's and up's kernels and main gradients
-    of_down: list[Any]
-    biases: list[Any]  # gate's and up's
-
-    @property
-    def hidden(self) -> list[Any]:
-        """What `gated.hidden` left for the backward."""
-        return [*sum(self.arrays, ()), *self.limits]
-
-
-def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
-    """`(residuals, tangents) -> (dy,)`, of the dequantized operands in the compute dtype."""
-    if spec.vmaps:
-        return vmapped(define_tangent, spec)(*operands)
-    mlp, r, terms = spec.mlp, spec.read(operands), []
-    if any(t is not None for t in (r.dx, *r.biases, *sum(r.of_firsts, []))):
-        moved, arrays = [], [widened(mlp.fp8, *pair) for pair in r.arrays]
-        for array, kernel, dkernels, dbias in zip(arrays, r.kernels, r.of_firsts, r.biases):
-            parts = [product_with_x(mlp.fp8, *r.x, d) for d in dkernels if d is not None]
-            parts += [] if r.dx is None else [product_with_kernel(mlp.fp8, r.dx, *kernel)]
-            along = functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array)
-            moved.append(along if dbias is None else _plus(along, dbias))
-        h = lambda *arrays: gated.define_h(*arrays, function=mlp.gated.function)[0]
-        _, dh = jax.jvp(h, tuple(arrays), tuple(moved))
-        dh = dh.astype(mlp.fp8.dtype)
-        terms.append(product_with_kernel(mlp.fp8, dh, *r.down))
-    if of_down := [d for d in r.of_down if d is not None]:
-        qt, scale = gated.hidden_codes(mlp.gated, *r.hidden)
-        terms += [product_with_x(mlp.fp8, qt, scale, d) for d in of_down]
-    return [functools.reduce(jnp.add, terms)]
-
-
-def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
-    """The gradient for each tangent, given by its type; None for one without a type."""
-    mlp, r, (dy,) = spec.mlp, spec.read([*residuals, *likes]), dys
-    there = lambda tangents: any(d is not None for d in tangents)
-    before_down = there([r.dx, *r.biases, *sum(r.of_firsts, [])])
-    g = gradient_codes(mlp.fp8, dy, q=before_down, qt=there(r.of_down))
-    one = lambda x, g, d: None if d is None else kernel_gradient(mlp.fp8, x[0], x[1], g, d)
-    each = lambda x, g, of: [one(x, g, d) for d in of]
-    found: list[Any] = [None] * (1 + 2 * mlp.count)
-    biases: list[Any] = []
-    if not before_down:
-        hidden = gated.hidden_codes(mlp.gated, *r.hidden)
-    else:
-        like = jax.typeof(r.arrays[0][0]).update(dtype=jnp.dtype(mlp.fp8.dtype))
-        dh = placed(input_gradient(mlp.fp8, g, *r.down, like), mlp.hidden_sharding)
-        results = gated.hidden_gradients(mlp.gated, dh, *r.hidden, order=mlp.order)
-        codes, hidden = results[:-2], results[-2:]
-        ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
-        if r.dx is not None:
-            terms = [input_gradient(mlp.fp8, way, *w, r.dx) for way, w in zip(ways, r.kernels)]
-            found[0] = chained(terms)
-        found[1:] = [f for way, of in zip(ways, r.of_firsts) for f in each(r.x, way, of)]
-        biases = [None if d is None else _bias_gradient(way, d) for way, d in zip(ways, r.biases)]
-    found += each(hidden, g, r.of_down)
-    return [f for f, moved in zip([*found, *biases], spec.moves) if moved]
-
-
 def _bias_gradient(way: Quantized, like: Any) -> Array:
     """The sum over rows of what codes say: one byte an element, where no other array is left."""
     total = jnp.sum(decoded(way.qt).astype(jnp.float32), range(1, way.qt.ndim)) * way.scale
     explicit = like.sharding.mesh.explicit_axes
     return (jax.sharding.reshard(total, like.sharding) if explicit else total).astype(like.dtype)
-
-
-def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
-    """A batch dimension of the rows is one more dimension of them, the first."""
-    size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
-    r, at = spec.read(operands), spec.read(dims)
-    scales = [at.x[1], *(scale for _, scale in at.arrays), *at.limits]
-    parameters = [*sum((*at.kernels, at.down), ()), *at.linear[1:]]
-    if spec.vmaps or any(d is not None for d in [*scales, *parameters]):
-        return vmap_tangent(op, operands, dims, spec, order)
-    place = lambda a, d, to: batch_at(a, d, to, size) if a.ndim else a
-    moved = [place(r.x[0], at.x[0], 1), r.x[1]]
-    moved += [part for pair in (*r.kernels, r.down) for part in pair]
-    moved += [place(a, d, 0) for a, d in zip(r.hidden, (*sum(at.arrays, ()), *at.limits))]
-    moved += [] if r.dx is None else [batch_at(r.dx, at.dx, 0, size)]
-    moved += [t for t in r.linear[1:] if t is not None]
-    return op(replace(spec, mlp=spec.mlp.with_batch()), *moved, order=order), [0]
-
-
-tangent = Op("fp8_mlp_tangent", define_tangent, batch=_batch, transpose=transposed(_gradients))

@@ -17,17 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.interpreters import ad
 
 from ...native import jax_private
 from ...native.implementation import Order
-from ..core.op import Op
+from ..core.op import Op, differentiable, equally_varying, jvp_along, moves
 from ..norm import op as rms_norm
 from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
 from ..quantization.norm import Normalised, NormCodes
 from ..quantization.quantize import Codes
-from .fp8 import FORMAT, Derived, Marked, derived, equally_varying, moves
+from .fp8 import FORMAT, Marked, derived
 
 
 def norm_tangents(
@@ -80,7 +79,7 @@ def _normalised(
 def _(norm, order, primals, tangents):
     (args, h, statistics), (dargs, *_) = primals, tangents
     results = _normalised(norm, order, args, h, statistics)
-    h, *statistics = (derived(Derived(norm.op), value, *args)[0] for value in (h, *statistics))
+    h, *statistics = (derived(Codes(op=norm.op), value, *args)[0] for value in (h, *statistics))
     dy, *dh = norm_tangents(norm, h, statistics, args, dargs, order)
     return results, (jnp.zeros_like(results[0]) if dy is None else dy, *dh)
 
@@ -113,8 +112,8 @@ def _define_encoded(spec: Encoded, *leaves: Array) -> list[Array]:
     x, q, scale, *others = leaves
     qt = others.pop(0) if spec.has_qt else None
     marked = spec.marked
-    _, operands = jax.tree.unflatten(marked.tree, [x, *others])
-    return list(marked.call(marked.spec.of_codes(), (x, q, qt, scale), operands))
+    _, *operands = jax.tree.unflatten(marked.tree, [x, *others])
+    return list(differentiable(marked.spec.of_codes(), (x, q, qt, scale), *operands))
 
 
 def _batch_encoded(op: Op, args: Any, dims: Any, *, spec: Encoded, order: Order) -> Any:
@@ -125,14 +124,7 @@ def _batch_encoded(op: Op, args: Any, dims: Any, *, spec: Encoded, order: Order)
 def _push_encoded(primals: Any, tangents: Any, *, spec: Encoded, order: Order) -> Any:
     """The function's own derivative, for what moves."""
     del order
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-    def call(*moved: Array) -> list[Array]:
-        given = dict(zip(moving, moved))
-        whole = [given[i] if i in given else a for i, a in enumerate(primals)]
-        return _define_encoded(spec, *whole)
-
-    return jax.jvp(call, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return jvp_along(functools.partial(_define_encoded, spec), primals, tangents)
 
 
 def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:

@@ -1,21 +1,20 @@
 """Gated dense layers: two projections of one input, one gating the other."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation, Order, choose, native_or_best
+from ...native.implementation import Implementation, choose, native_or_best
 from ..core import sharding
+from ..core.activations import Activation, resolve, scalar_of
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
 from .dense import check_shapes
-from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
+from .epilogue import Epilogue, finish, finish_natively
 from .fp8 import multiply
 from .fp8_mlp import multiply_mlp, serves
-from .remat import Activated, product
+from .matmul import Activated, product
 
 
 def gated_dense(
@@ -64,11 +63,17 @@ def gated_dense(
     """
     op = "gated_dense"
     x = floating(op, "x", x)
-    kernels = gate_and_up(op, x, kernel_gate, kernel_up, activation, out_sharding)
+    gate, up = floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up)
+    check_shapes(op, x, gate, None, "kernel_gate", out_sharding=out_sharding)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
+        )
+    check_activated(op, activation)
     dtype = floating_dtype(op, dtype, x.dtype)
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "out_sharding": out_sharding, "quantization": quantization}
-    z, up = (multiply(op, x, k, **options) for k in kernels)
+    z, up = (multiply(op, x, kernel, **options) for kernel in (gate, up))
     serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
     if scalar_of(activation) is not None:
         serve["native"] = lambda strict: finish_natively(
@@ -85,13 +90,12 @@ def gated_product(
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
-    recompute: bool = True,
     quantization: Quantization = None,
     implementation: Implementation = None,
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
 ) -> Array:
-    """The second half of an MLP: `dense` of a gated activation, which need not be kept.
+    """The second half of an MLP: `dense` of a gated activation, which is not kept.
 
         y = (activation(gate) · up) · kernel + bias
 
@@ -107,9 +111,8 @@ def gated_product(
       hidden_sharding: on a mesh of Auto axes, the sharding of `gate` and `up`,
         of their gated activation and of their gradients, as for
         `jax.lax.with_sharding_constraint`; None: XLA's choice.
-      recompute: False keeps the gated activation instead: one array less to write in the backward.
       quantization: as for `dense`; with "fp8" the codes of the gated activation are kept.
-      The others are those of `gated_dense`.
+      The others are those of `gated_dense`. To keep the gated activation, use `dense` of one.
 
     Returns:
       `(*rows, *out)` in `dtype`.
@@ -135,7 +138,7 @@ def gated_product(
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
     options["quantization"] = quantization
-    options |= {"hidden_sharding": hidden_sharding, "recompute": recompute}
+    options["hidden_sharding"] = hidden_sharding
     return apply_product(gate, up, kernel, bias, activation, **options)
 
 
@@ -149,7 +152,6 @@ def apply_product(
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
     quantization: Quantization = None,
-    recompute: bool = True,
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
@@ -158,36 +160,27 @@ def apply_product(
     op = "gated_product"
     function, dtype = scalar_of(activation), jnp.dtype(dtype).name
     shared = {"contract": contract, "out_sharding": out_sharding}
+    quantized = shared | {"dtype": dtype, "quantization": quantization}
     gate = placed(gate, hidden_sharding)
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
-    def kernels(order):
+    def native(strict: bool) -> Array:
         assert function is not None
-        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding)
-        args = (gate,) if up is None else (gate, up)
-        y = product(producer, args, kernel, keep=not recompute, **shared)
+        order = native_or_best(strict)
+        if quantization is None:
+            has_up = up is not None
+            after = Epilogue(op=op, function=function, axes=(), has_up=has_up, out_dtype=dtype)
+            value = Activated(after, order, hidden_sharding)
+            y = product((gate,) if up is None else (gate, up), kernel, value=value, **shared)
+        else:
+            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
+            y = multiply(op, placed(hidden, hidden_sharding), kernel, order=order, **quantized)
         return finish(y, bias, None, dtype)
 
-    def quantized(order: Order) -> Array:
-        if function is None:
-            hidden = finish(gate, None, activation, dtype, up)
-        else:
-            strict = order.strict
-            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
-        hidden = placed(hidden, hidden_sharding)
-        options = {"dtype": dtype, "quantization": quantization, "order": order}
-        return finish(multiply(op, hidden, kernel, **options, **shared), bias, None, dtype)
-
-    def native(strict):
-        if quantization is not None:
-            return quantized(native_or_best(strict))
-        return kernels(native_or_best(strict))
-
-    def xla(strict):
+    def xla(strict: bool) -> Array:
         del strict
         hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
-        product = multiply(op, hidden, kernel, dtype=dtype, quantization=quantization, **shared)
-        return finish(product, bias, None, dtype)
+        return finish(multiply(op, hidden, kernel, **quantized), bias, None, dtype)
 
     serve = {"xla": xla}
     if function is not None:
@@ -243,25 +236,6 @@ def mlp(
 def _names(kernels: dict[str, Array]) -> list[str]:
     """Returns an MLP's kernel names, "down" last."""
     return [name for name in ("gate", "up", "down") if name in kernels]
-
-
-def gate_and_up(
-    op: str, x: Array, gate: Array, up: Array, activation: Activation, out_sharding: Any
-) -> list[Array]:
-    """Returns a gated layer's two kernels.
-
-    Raises:
-      TypeError: for integer or complex kernels.
-      ValueError: unless kernels and `out_sharding` fit and there is an activation.
-    """
-    gate, up = floating(op, "kernel_gate", gate), floating(op, "kernel_up", up)
-    check_shapes(op, x, gate, None, "kernel_gate", out_sharding=out_sharding)
-    if up.shape != gate.shape:
-        raise ValueError(
-            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
-        )
-    check_activated(op, activation)
-    return [gate, up]
 
 
 def check_activated(op: str, activation: Activation) -> None:

@@ -5,8 +5,7 @@ kernel is rounded to bfloat16 by the product's derivative and widened again by t
 the rounding belongs to the product: the gradient is one GEMM of bfloat16 operands that writes
 float32. XLA then folds `sum + gradient` into that GEMM when gradients are accumulated.
 
-The forward product and both backward ones are ordinary `dot_general`s; the only operation here is
-the tangent in the direction of the kernel, so that its transpose can choose the GEMM's output.
+The forward product and both backward ones are ordinary `dot_general`s.
 
 A bfloat16 kernel has a bfloat16 gradient in JAX: the output of its GEMM rounded, then widened again
 by whoever sums gradients in float32. So with such a kernel the product takes a float32 array of
@@ -14,6 +13,10 @@ zeros of the kernel's shape. The product does not depend on it, but where the ze
 its derivative along the kernel is along the zeros instead. The gradient of these zeros is therefore
 the kernel's *main gradient*, as the GEMM writes it. `normfuse.accumulate_gradients` asks for it;
 otherwise nothing uses the zeros.
+
+The left operand may be an activation, as large as the arrays it is made of, which are kept anyway:
+then it is not kept for the backward, but made again by the pass that computes their gradients (Chen
+et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
 """
 
 import dataclasses
@@ -25,15 +28,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from ...native.dtypes import NARROW, compute_dtype
 from ...native.implementation import Order
-from ..core.op import Op, batch_at, vary, varying_axes
+from ..core.op import Op, batch_at, differentiable, equally_varying, jvp_along, moves, placed
 from ..core.sharding import axes_of, whole, without
+from . import epilogue
+from .epilogue import Epilogue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,6 @@ class Product:
     out: str
     precision: str | None
     out_sharding: NamedSharding | jax.P | None
-    op: str = "dense"
 
     @classmethod
     def of(
@@ -71,6 +74,37 @@ class Product:
             out_sharding=out_sharding,
         )
 
+    def with_batch(self) -> "Product":
+        """Returns the same of an x with one more dimension of rows, the first."""
+        x, kernel, out = batched((self.x, self.kernel, self.out), (0, None))
+        return dataclasses.replace(self, x=x, kernel=kernel, out=out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Activated:
+    """The left operand `activation(z) · up`, or without up: its epilogue, placed as said."""
+
+    epilogue: Epilogue
+    order: Order
+    sharding: jax.P | None = None
+
+    def forward(self, args: Sequence[Array]) -> Array:
+        """Returns the value."""
+        (value,) = epilogue.forward(self.epilogue, *args, order=self.order)
+        return placed(value, self.sharding)
+
+    def backward(self, dvalue: Array, args: Sequence[Array], with_value: bool) -> list[Array]:
+        """Returns the gradients of args and, if `with_value`, the value."""
+        dvalue = placed(dvalue, self.sharding)  # and not as the gradient of the layer's output
+        spec = dataclasses.replace(self.epilogue, with_value=with_value)
+        return epilogue.backward(spec, dvalue, *args, order=self.order)
+
+    def with_batch(self) -> "Activated":
+        """Returns the same for args with one more dimension of rows, the first."""
+        if self.sharding is None:
+            return self
+        return dataclasses.replace(self, sharding=jax.P(jax.P.UNCONSTRAINED, *self.sharding))
+
 
 def matmul(
     x: Array,
@@ -88,9 +122,22 @@ def matmul(
     `jax.lax.dot_general`: needed if both operands are split over the summed axis on an Explicit
     mesh.
     """
+    return product((x.astype(dtype),), kernel, contract=contract, out_sharding=out_sharding)
+
+
+def product(
+    args: tuple[Array, ...],
+    kernel: Array,
+    *,
+    value: Activated | None = None,
+    contract: int = 0,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> Array:
+    """Returns the product of `value` of args, or of the only one, with a kernel, in its dtype."""
     precision = jax.config.jax_default_matmul_precision  # the backward's too
-    product = Product.of(x.ndim, kernel.ndim, contract, precision, out_sharding)
-    return _matmul(product, *equally_varying(x.astype(dtype), *with_main_gradient(kernel)))
+    one = Product.of(args[0].ndim, kernel.ndim, contract, precision, out_sharding)
+    *args, kernel, main = equally_varying(*args, *with_main_gradient(kernel))
+    return differentiable(_MatMul(one, value), tuple(args), kernel, main)[0]
 
 
 product_p = Primitive("normfuse_product")
@@ -100,26 +147,6 @@ product_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(product_p, lambda ctx, x: [x])
 ad.deflinear(product_p, lambda dx: [dx])
 batching.primitive_batchers[product_p] = lambda args, dims: (product_p.bind(*args), *dims)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul(product: Product, x: Array, kernel: Array, main: Array | None) -> Array:
-    del main
-    return dot(product, product_p.bind(x), operand_of(product, x, kernel))
-
-
-@functools.partial(_matmul.defjvp, symbolic_zeros=True)
-def _(product, primals, tangents):
-    (x, kernel, _), (dx, dkernel, dmain) = primals, tangents
-    operand = operand_of(product, x, kernel)  # once: an FSDP kernel is gathered once for both ways
-    y = dot(product, x, operand)
-    terms = []
-    if not isinstance(dx, SymbolicZero):
-        terms.append(dot(product, dx, operand))
-    for dk in asked(dkernel, dmain):
-        if dk is not None and not isinstance(dk, SymbolicZero):
-            terms += tangent(product, x, dk)
-    return y, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
 
 
 def dot(product: Product, x: Array, operand: Array) -> Array:
@@ -160,20 +187,109 @@ def gathered(
     return kernel if spec == stored else jax.sharding.reshard(kernel, jax.P(*spec))
 
 
-# ---------------------------------------------------------------- the tangent
+# ---------------------------------------------------------------- the derivative
 
 
-def define_tangent(product: Product, x: Array, kernel: Array) -> list[Array]:
-    """`(x, dkernel) -> (dy,)`, linear in both."""
-    return [
-        jnp.einsum(
-            f"{product.x},{product.kernel}->{product.out}",
-            x,
-            operand_of(product, x, kernel),
-            precision=product.precision,
-            out_sharding=product.out_sharding,
+@dataclasses.dataclass(frozen=True)
+class _MatMul:
+    """The product of a left operand, x or `value` of args, with a kernel."""
+
+    product: Product
+    value: Activated | None
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return "dense" if self.value is None else self.value.epilogue.op
+
+    def left(self, args: Sequence[Array]) -> Array:
+        """Returns the left operand."""
+        return args[0] if self.value is None else self.value.forward(args)
+
+    def forward(self, operands: Any, moved: tuple[bool, ...] | None) -> Any:
+        """Returns `(y,)`, and args and the kernel, as far as they are read."""
+        args, kernel, _ = operands
+        x = self.left(args)
+        x = x if moved else product_p.bind(x)
+        operand = operand_of(self.product, x, kernel)  # once: FSDP gathers it once for both ways
+        *of_args, of_kernel, of_main = moved or (False,) * (len(args) + 2)
+        made = self.value is not None and any(of_args)
+        kept = list(args) if made or of_kernel or of_main else None
+        return [dot(self.product, x, operand)], (kept, operand if any(of_args) else None)
+
+    def _product(self, x: Array, operand: Array) -> Array:
+        one = self.product
+        options = {"precision": one.precision, "out_sharding": one.out_sharding}
+        return jnp.einsum(f"{one.x},{one.kernel}->{one.out}", x, operand, **options)
+
+    def tangents(self, dargs: Any, dkernel: Any, dmain: Any) -> list[Any]:
+        """Returns those of args, the kernel and its main gradient."""
+        return [*dargs, *asked(dkernel, dmain)]
+
+    def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
+        """Returns that of the product."""
+        (args, operand), (*dargs, dkernel, dmain) = kept, tangents
+        terms = []
+        if operand is not None:
+            dx = dargs[0]
+            if self.value is not None:
+                _, (dx,) = jvp_along(lambda *args: [self.left(args)], args, dargs)
+            terms.append(self._product(dx, operand))
+        for d in (dkernel, dmain):
+            if d is not None:
+                x = self.left(args)
+                terms.append(self._product(x, operand_of(self.product, x, d)))
+        return [functools.reduce(jnp.add, terms)]
+
+    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
+        """Returns those of args, the kernel and its main gradient."""
+        ((dy,), (args, operand)), (*of_args, dkernel, dmain) = (cts, kept), likes
+        of_kernel = dkernel is not None or dmain is not None
+        like, dargs = of_args[0], []
+        if self.value is not None:
+            # All that the value is made of is there from the forward on, so XLA would make it again
+            # at once, and keep it: recomputing was to save that.
+            args, _ = lax.optimization_barrier((args, dy))
+            dtype = jnp.dtype(self.value.epilogue.out_dtype)
+            like = jax.typeof(args[0]).update(dtype=dtype, weak_type=False)
+        x = args[0] if of_kernel else None
+        if operand is not None and any(d is not None for d in of_args):
+            dargs = [input_gradient(self.product, dy, like, operand)]
+            if self.value is not None:
+                dargs = self.value.backward(dargs[0], args, of_kernel)
+                x = dargs.pop() if of_kernel else x
+        elif of_kernel:
+            x = self.left(args)
+        dargs += [None] * (len(of_args) - len(dargs))
+        found = [None if d is None else g.astype(d.dtype) for g, d in zip(dargs, of_args)]
+        each = [dkernel, dmain]
+        return found + [d if d is None else kernel_gradient(self.product, dy, x, d) for d in each]
+
+    def rows(self, kept: Any) -> Any:
+        """The arguments have them, and so has the left operand."""
+        if self.product.out_sharding is not None:
+            return None
+        has_up = self.value is not None and self.value.epilogue.has_up
+        return (0, -1), [*[0] * (1 + has_up), -1, -1]
+
+    def with_batch(self) -> "_MatMul":
+        """Returns the same of rows with one more dimension, the first."""
+        value = self.value and self.value.with_batch()
+        return dataclasses.replace(self, product=self.product.with_batch(), value=value)
+
+    def with_kernels(self, kept: Any, tangents: Sequence[Any]) -> "_MatMul | None":
+        """Returns the same of several kernels, or of an x for each: it stays one GEMM."""
+        (args, operand), (dx, *dkernels) = kept, tangents
+        of_x, of_kernel = (
+            {*flags} - {None} for flags in ((*(args or ()), dx), (operand, *dkernels))
         )
-    ]
+        placed = self.product.out_sharding is not None
+        if self.value is not None or placed or len(of_x) > 1 or len(of_kernel) > 1:
+            return None
+        dims = [0 if True in flags else None for flags in (of_x, of_kernel)]
+        x, kernel, out = batched((self.product.x, self.product.kernel, self.product.out), dims)
+        product = dataclasses.replace(self.product, x=x, kernel=kernel, out=out)
+        return dataclasses.replace(self, product=product)
 
 
 def input_gradient(product: Product, dy: Array, x: Any, operand: Array) -> Array:
@@ -183,7 +299,7 @@ def input_gradient(product: Product, dy: Array, x: Any, operand: Array) -> Array
         dy,
         operand,
         precision=product.precision,
-        out_sharding=_explicit(x),
+        out_sharding=explicit(x),
     )
 
 
@@ -197,35 +313,9 @@ def kernel_gradient(product: Product, dy: Array, x: Array, kernel: Any) -> Array
         dy,
         precision=product.precision,
         preferred_element_type=written,
-        out_sharding=_explicit(kernel),
+        out_sharding=explicit(kernel),
     )
     return dkernel.astype(kernel.dtype)
-
-
-def _jvp(primals: Any, tangents: Any, *, spec: Product, order: Order) -> Any:
-    (x, kernel), (dx, dkernel) = primals, tangents
-    (y,) = tangent(spec, x, kernel, order=order)
-    terms = [] if type(dx) is ad.Zero else tangent(spec, dx, kernel)
-    terms += [] if type(dkernel) is ad.Zero else tangent(spec, x, dkernel)
-    return [y], [functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)]
-
-
-def _transpose(cts: Any, x: Any, kernel: Any, *, spec: Product, order: Order) -> list[Any]:
-    del order
-    (dy,) = cts
-    if type(dy) is ad.Zero:
-        return [None, None]
-    if ad.is_undefined_primal(x):
-        return [input_gradient(spec, dy, x.aval, operand_of(spec, x.aval, kernel)), None]
-    return [None, kernel_gradient(spec, dy, x, kernel.aval)]
-
-
-def _batch(op: Op, args: Any, dims: Any, *, spec: Product, order: Order) -> Any:
-    """A batch dimension is one more letter, first in the result: it stays one GEMM."""
-    letters = batched((spec.x, spec.kernel, spec.out), dims)
-    sharding = batched_sharding(spec.out_sharding, args, dims)
-    fields = dict(zip(("x", "kernel", "out"), letters), out_sharding=sharding)
-    return op(dataclasses.replace(spec, **fields), *args, order=order), [0]
 
 
 def batched(labels: tuple[str, str, str], dims: Any) -> tuple[str, str, str]:
@@ -243,9 +333,6 @@ def batched_sharding(sharding: Any, args: Any, dims: Any) -> jax.P | None:
     array, dim = next((a, d) for a, d in zip(args, dims) if d is not None)
     split = whole(jax.typeof(array).sharding.spec, array.ndim)[dim]
     return jax.P(split, *(sharding.spec if isinstance(sharding, NamedSharding) else sharding))
-
-
-tangent = Op("matmul_tangent", define_tangent, batch=_batch, jvp=_jvp, transpose=_transpose)
 
 
 # ---------------------------------------------------------------- main gradients
@@ -288,23 +375,14 @@ def asked(dkernel: Any, dmain: Any = None) -> tuple[Any, Any]:
     A tangent of the zeros asks for the main gradient, which then has all that the kernel's own
     would have from this product.
     """
-    moves = dmain is not None and not isinstance(dmain, SymbolicZero | ad.Zero)
-    return (None, dmain) if moves else (dkernel, None)
+    return (None, dmain) if moves(dmain) else (dkernel, None)
 
 
 # ---------------------------------------------------------------- shardings in types
 
 
-def equally_varying(*arrays: Array | None) -> list[Any]:
-    """Returns the arrays varying over the same manual axes.
-
-    Under shard_map with check_vma the transpose of what is added here sums the gradients.
-    """
-    axes = varying_axes(*arrays)
-    return [None if a is None else vary(a, axes) for a in arrays]
-
-
-def _explicit(aval: Any) -> NamedSharding | None:
+def explicit(aval: Any) -> NamedSharding | None:
+    """Returns the sharding of a type on an Explicit mesh; None elsewhere."""
     return aval.sharding if aval.sharding.mesh.explicit_axes else None
 
 

@@ -4,7 +4,7 @@
 
 It serves arrays of one device: by pipelined blocks on TPUs and, interpreted, on CPUs, and on Hopper
 GPUs by bulk copies into shared memory, wgmma, and an epilogue on sums that never left the
-registers. Its derivative is that of ordinary operations: XLA's products, and the activation's
+registers. Its backward is that of ordinary operations: XLA's products, and the activation's
 gradient from z = x · kernel + bias, which the kernel also writes where something is differentiated.
 """
 
@@ -19,16 +19,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 
 from ...native.dtypes import compute_dtype
-from ...native.implementation import Order, Unsupported, report
+from ...native.implementation import BEST, Order, Unsupported, report
 from ...native.kernel import Kernel
 from ...native.pallas import lowering
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Ref, before, cdiv, clear, result_type
-from ..core.op import Op, Split, vary, varying_axes
-from .epilogue import SCALARS, Activation, Scalar, finish, finish_tangent, scalar_of
+from ..core.activations import SCALARS, Activation, Scalar, scalar_of
+from ..core.op import Op, Split, equally_varying, match, tangents_of
+from . import epilogue
+from .epilogue import Epilogue, finish
 from .matmul import matmul
 
 # ---------------------------------------------------------------- activations within a kernel
@@ -454,7 +455,49 @@ def _batch(
     return results, [0] * len(results)
 
 
-layer = Op("dense_layer", define_on_arrays, body=_body, batch=_batch)
+def _jvp(primals: Any, tangents: Any, *, spec: Dense, order: Order) -> Any:
+    kept = replace(spec, keep=spec.keep or spec.function is not None)
+    results = layer(kept, *primals, order=order)
+    moved = tangents_of(
+        layer, _gradients, kept, primals, tangents, results, results[1:], order=order
+    )
+    return results[: 1 + spec.keep], moved[: 1 + spec.keep]
+
+
+def _gradients(
+    spec: Dense, cts: Any, operands: Any, z: Any, wanted: Sequence[bool], *, order: Order
+) -> list[Any]:
+    """Returns those of x, the kernel and the bias: two products, and one pass before them."""
+    del order
+    (x, kernel, *bias), (dy, *dz) = operands, cts
+    if dy is None or any(d is not None for d in dz):  # in a second derivative
+        results, pull = jax.vjp(functools.partial(layer.plain, spec), *operands)
+        return list(pull([jnp.zeros_like(r) if ct is None else ct for r, ct in zip(results, cts)]))
+    found: list[Any] = [dy]
+    if spec.function is not None:
+        ndim = x.ndim + kernel.ndim - 2
+        axes = tuple(range(x.ndim - 1, ndim)) if bias else ()
+        after = Epilogue(
+            op=spec.op,
+            function=spec.function,
+            axes=axes,
+            has_bias=bool(bias),
+            out_dtype=x.dtype.name,
+        )
+        shift = [match(jnp.zeros_like(b), z[0], axes) for b in bias]  # z has the bias already
+        here = [True, *wanted[2:]]
+        found = epilogue.gradients(after, [dy], [*z, *shift], (), here, order=BEST)
+    elif bias:
+        add = lambda y, shift: finish(y, shift, None, x.dtype)
+        found = [*jax.vjp(add, dy, jnp.zeros_like(bias[0]))[1](dy)]
+    product = functools.partial(matmul, dtype=x.dtype, contract=spec.contract)
+    of_x = jax.vjp(lambda x: product(x, kernel), x)[1] if wanted[0] else None
+    of_kernel = jax.vjp(lambda kernel: product(x, kernel), kernel)[1] if wanted[1] else None
+    pulled = [pull(found[0])[0] if pull else None for pull in (of_x, of_kernel)]
+    return [*pulled, *found[1:]]
+
+
+layer = Op("dense_layer", define_on_arrays, body=_body, batch=_batch, jvp=_jvp)
 
 
 def dense(
@@ -485,39 +528,5 @@ def dense(
     precision = jax.config.jax_default_matmul_precision
     has_bias = bias is not None
     spec = Dense(function=function, contract=contract, has_bias=has_bias, precision=precision)
-    arrays = [x.astype(dtype), kernel, *[bias] * has_bias]
-    axes = varying_axes(*arrays)
-    return _layer(spec, order, *[vary(a, axes) for a in arrays])[0]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _layer(spec: Dense, order: Order, x: Array, kernel: Array, *bias: Array) -> list[Array]:
-    """y, and z if kept."""
-    return layer(spec, x, kernel, *[b.astype(compute_dtype(x.dtype)) for b in bias], order=order)
-
-
-@functools.partial(_layer.defjvp, symbolic_zeros=True)
-def _(spec, order, primals, tangents):
-    (x, kernel, *bias), (dx, dkernel, *dbias) = primals, tangents
-    kept = replace(spec, keep=spec.keep or spec.function is not None)
-    y, *z = _layer(kept, order, x, kernel, *bias)
-    product = functools.partial(matmul, dtype=x.dtype, contract=spec.contract)
-    terms = []
-    if not isinstance(dx, SymbolicZero):
-        terms.append(jax.jvp(lambda x: product(x, kernel), (x,), (dx,))[1])
-    if not isinstance(dkernel, SymbolicZero):
-        terms.append(jax.jvp(lambda kernel: product(x, kernel), (kernel,), (dkernel,))[1])
-    dproduct = functools.reduce(jnp.add, terms or [jnp.zeros_like(y)])
-    moving = [d for d in dbias if not isinstance(d, SymbolicZero)]
-
-    def after(function: Scalar | None) -> Array:
-        """The tangent of bias and activation, in one pass each way; z has the bias already."""
-        if function is not None:
-            return finish_tangent(function, z[0], dproduct, *moving, dtype=x.dtype)
-        if not moving:
-            return dproduct
-        add = lambda y, shift: finish(y, shift, None, x.dtype)
-        return jax.jvp(add, (y, jnp.zeros_like(bias[0])), (dproduct, *moving))[1]
-
-    dy = after(spec.function)
-    return ([y, z[0]], [dy, after(None)]) if spec.keep else ([y], [dy])
+    biases = [] if bias is None else [bias.astype(compute_dtype(dtype))]
+    return layer(spec, *equally_varying(x.astype(dtype), kernel, *biases), order=order)[0]

@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from ...native.implementation import Implementation, Order, choose, requested
+from ..core.activations import Scalar
 from ..core.arguments import array_of
-from ..dense.epilogue import Scalar
 from .code import DTYPES, Pairs
 from .function import Partials, Plain, Primal, Slope, called, key_of
 from .op import Loop, by_jax, call, compute_dtype

@@ -111,7 +111,7 @@ class Activations:
 
     def read(self, made: Equation) -> None:
         """Finds the polynomial of what has a function in it; `polynomial` looks back for others."""
-        if made.name in _FUNCTIONS or any(v in self.named for v in made.ins):
+        if made.name in _FUNCTIONS or not self.named.isdisjoint(made.ins):
             self._apply(made)
             self.named.update(v for v in made.outs if v in self.of)
 
@@ -200,7 +200,7 @@ def _with_number(
 
 
 def _stands_for(terms: Terms | None, formula: Terms | None) -> bool:
-    """Whether a program's polynomial is a formula's, as the program's constants round it."""
+    """Tells if a program's polynomial is a formula's, as the program's constants round it."""
     if terms is None or formula is None:
         return terms is formula
     return len(terms) == len(formula) and all(

@@ -11,16 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .dropout import changed
+from .forms import Form, Mask, Scores
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
-from .program import LARGEST_CONSTANT, Left, Program, Site, called
+from .program import LARGEST_CONSTANT, Program
 from .rows import ABSORBING, NUMBER, Row
-from .scores import Form, Mask, Operands, ScoreForms, Scores
+from .scores import Operands, ScoreForms
+from .sites import Left, Site, called
 
 MASKED = -1e4
-"""What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
+"""A mask writes this or less into scores that it takes away. exp(-1e4) is 0 in float32."""
 LARGEST_BIAS = 1e4
-"""Of a number that is added to scores: beside larger ones float32 rounds the scores away."""
+"""A larger number added to scores rounds them away in float32."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +81,7 @@ class Attention(Site):
 
 @dataclasses.dataclass
 class Parts:
-    """What an attention is made of: see `Attention`."""
+    """The operands and options of an attention: see `Attention`."""
 
     operands: list[tuple[int, Dims]]
     to: tuple[Any, ...]
@@ -136,6 +139,8 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
     dtype = _dtype([found.x[3], found.w[3], v_dtype])
     if size(width) != size(values):
         raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
+    if base.capped:
+        raise Left("a bias before the soft cap")
     inner, scale = base.inner, base.scale * found.x[2] * found.w[2]
     softcap = None
     if inner is not None:  # scale · tanh(inner · q·k): cap = scale, so that cap / inner is 1
@@ -295,7 +300,7 @@ def _hidden(masks: Sequence[Mask], row: Row, mean: float) -> Any:
 
 
 def _is_plain(forms: ScoreForms, v: int) -> bool:
-    """Whether a value is a product itself, with nothing done to it."""
+    """Tells if a value is a product itself, with nothing done to it."""
     form = forms.of[v]
     return not form.exp and not form.terms
 
@@ -353,7 +358,7 @@ def _band(g: Program, forms: ScoreForms, m: Mask, queries: list, keys: Labels):
 
 
 def _plane(g: Program, m: Mask, queries: list, keys: Labels) -> Any:
-    """Where a constant mask keeps scores, for queries and keys; None where heads differ."""
+    """Returns for queries and keys if a constant mask keeps scores; None if heads differ."""
     if size(queries) * size(keys) > LARGEST_CONSTANT or (x := g.const(m.value)) is None:
         return None
     others = [a for a in atoms(m.dims) if a not in (*queries, *keys)]
@@ -445,7 +450,7 @@ def attend(q, k, v, bias, mask, *, hidden, **options):
 
 
 def _visible(q: Any, k: Any, mask: Any, causal: bool, window: int | None) -> Any:
-    """Where scores are not masked, of 4 dimensions, of size 1 where it is the same along one."""
+    """Tells for each score if no mask hides it, in 4 dimensions; of size 1 if all are the same."""
     seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
     if not causal:
         return seen
@@ -454,7 +459,7 @@ def _visible(q: Any, k: Any, mask: Any, causal: bool, window: int | None) -> Any
 
 
 def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added):
-    """Where no bias is -inf for all keys that a row sees."""
+    """Computes attention without a bias that is -inf for all keys that a row sees."""
     from ..attention import attention
 
     options = dict(causal=causal, window=window, softcap=softcap, scale=scale)
@@ -494,3 +499,4 @@ def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of attention in a program; a value and the reason where one is left."""
     yield from forms.ends("is_attention", site_of)
+    yield from changed(forms)

@@ -50,7 +50,7 @@ def _defined(spec: Any, avals: tuple[Any, ...]) -> Any:
 
 
 def is_jaxs_own(eqn: Any) -> bool:
-    """Whether a function with a derivative of its own is one that JAX has, such as `softmax`.
+    """Tells if a function with a derivative of its own is one that JAX has, such as `softmax`.
 
     Names prove nothing: its program and that of its derivative have to be equal to JAX's. Then its
     equations say what it is, and their derivative is its derivative but for rounding.

@@ -26,7 +26,8 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from ...native import jax_private
 from ...native.jaxpr import bodies
 from .constants import ARITHMETIC, COMPARED, ELEMENTWISE
-from .program import Equation, Left, Program
+from .program import Equation, Program
+from .sites import Left
 
 Reasons = list[str | None]
 
@@ -120,7 +121,7 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
 
 
 def _is_stored(g: Program, v: int) -> bool:
-    """Whether a value is an operand of the program, or a constant, laid out anew, cast or cut."""
+    """Tells if a value is an operand of the program, or a constant, laid out anew, cast or cut."""
     while (made := g.maker.get(v)) is not None and made.ins:
         if made.name not in _LAID_OUT and made.name not in ("slice", "dynamic_slice"):
             return False
@@ -187,7 +188,7 @@ def _repeated(body: Program, outs: Reasons, first: int, carried: int) -> Reasons
 
 
 def _is_continuous(g: Program, compared: Equation) -> bool:
-    """Whether nothing jumps where a comparison changes.
+    """Tells if nothing jumps where a comparison changes.
 
     It compares a value u with a number t. Each result that it enters is computed at u = t, once as
     if it were false and once as if it were true, by float64; all other values are drawn at random,

@@ -53,7 +53,7 @@ class Origin:
 
 
 UNKNOWN = Origin("an array", is_data=True, matrices=1, closed_over=True)
-"""What is closed over, and is in no variable that can be found: constants among it."""
+"""The origin of what is in no variable that can be found, such as constants."""
 
 
 def is_array(x: Any) -> bool:
@@ -62,14 +62,14 @@ def is_array(x: Any) -> bool:
 
 def _is_floating(x: Any) -> bool:
     is_array_like = hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)
-    return is_array_like and jnp.issubdtype(x.dtype, jnp.floating)  # as no class of numbers is
+    return is_array_like and jnp.issubdtype(x.dtype, jnp.floating)  # no class of numbers is one
 
 
 def origins_of(args: Any, kwargs: Any) -> list[Origin]:
     """Returns for each leaf which argument it is a part of; integers are none's parameters."""
     found = []
     several = _matrices(jax.tree.leaves((args, kwargs))) > 1
-    for name, part in [*enumerate(args), *sorted(kwargs.items())]:  # as leaves of a tree
+    for name, part in [*enumerate(args), *sorted(kwargs.items())]:  # the order of a tree's leaves
         leaves = jax.tree.leaves(part)
         # JAX's tracers of derivatives hold the array and its tangent.
         differentiated = isinstance(part, Tracer) and hasattr(part, "tangent")
@@ -89,7 +89,7 @@ def _matrices(leaves: Sequence[Any]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where a function's closure holds an array, or a tree of arrays.
+    """A place in a function's closure that holds an array, or a tree of arrays.
 
     Attributes:
       variable: its name; an object's attributes are variables, too.
@@ -113,7 +113,7 @@ class Place:
 
 
 class Closure:
-    """What a function closes over, before it is called and after.
+    """The arrays that a function closes over, before it is called and after.
 
     A call may change it: Python objects that draw random numbers do. What it writes there while it
     is traced belongs to the trace. `take` returns these arrays, so that the trace has them among
@@ -289,5 +289,5 @@ _LATE: dict[str, Callable[[Any], bool]] = {
 
 
 def runs_later(result: Any) -> bool:
-    """Whether a result computes its values only when it is asked for them."""
+    """Tells if a result computes its values only when it is asked for them."""
     return inspect.isgenerator(result) or inspect.isawaitable(result) or inspect.isasyncgen(result)

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...native.jaxpr import KERNELS, inner, name_of, params_of, results_of, value_of
+from ...native.jaxpr import JIT, KERNELS, REMAT, evaluate, inner, name_of, params_of, results_of
 from .fuse import Quantization, Skip, check, fuse, skip_of
-from .program import JIT, REMAT
 from .report import Report, aligned
 
 
@@ -35,7 +34,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; its printed form is a table.
+    """The result of `compare`; its printed form is a table.
 
     Attributes:
       rows: one for each floating-point result, then one for each gradient.
@@ -230,19 +229,12 @@ def _has_floats(aval: Any) -> bool:
 
 def _widened(closed: Any, dtype: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates a program with every floating-point number of one dtype."""
-    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     cast = lambda x: lax.convert_element_type(x, dtype) if _has_floats(jax.typeof(x)) else x
-    env = dict(zip(jaxpr.constvars, map(cast, consts), strict=True))
-    env |= zip(jaxpr.invars, map(cast, operands), strict=True)
-
-    def read(atom: Any) -> Any:
-        value = value_of(atom, env)
-        return cast(np.asarray(value, atom.aval.dtype)) if hasattr(atom, "val") else value
-
-    for eqn in jaxpr.eqns:
-        results = _wide_results(eqn, dtype, [read(v) for v in eqn.invars])
-        env |= zip(eqn.outvars, map(cast, results), strict=True)
-    return [read(v) for v in jaxpr.outvars]
+    read = lambda v, x: cast(np.asarray(x, v.aval.dtype) if hasattr(v, "val") else x)
+    step = lambda eqn, given: _wide_results(eqn, dtype, [*map(read, eqn.invars, given)])
+    rule = lambda eqn, given: [*map(cast, step(eqn, given))]
+    results = evaluate(closed, [*map(cast, operands)], rule)
+    return [*map(read, getattr(closed, "jaxpr", closed).outvars, results)]
 
 
 _OWN_DTYPE = "bitcast_convert_type", "shard_map", *KERNELS

@@ -25,21 +25,13 @@ class Known:
 
     Attributes:
       x: the array.
-      unrounded: nothing was rounded to make it.
+      exact: every device and every order of operations gives these bits, as of integers and
+        booleans. Numbers that were rounded are near what XLA computes: enough for a factor, and not
+        for what jumps (a comparison, a cast to integers).
     """
 
     x: Any
-    unrounded: bool = True
-
-    @functools.cached_property
-    def exact(self) -> bool:
-        """True if every device and every order of operations gives these bits.
-
-        Integers and booleans always do. Numbers that were rounded, or that are subnormal and 0 on
-        some devices, are near what XLA computes: enough for a factor, and not for what jumps (a
-        comparison, a cast to integers).
-        """
-        return self.unrounded and self.normal
+    exact: bool = True
 
     @functools.cached_property
     def normal(self) -> bool:
@@ -55,7 +47,7 @@ class Known:
         same = (self.x == first).all()  # not of NaN
         if same and first == 0 and not _is_integral(self.x.dtype):
             same = (np.signbit(self.x) == np.signbit(first)).all()
-        return Known(np.asarray(first), self.unrounded) if same else None
+        return Known(np.asarray(first), self.exact) if same else None
 
 
 _FLOATS = {np.dtype(d): jnp.finfo(d) for d in ("float16", jnp.bfloat16, "float32", "float64")}
@@ -180,44 +172,21 @@ _MOVES = frozenset((*_LAYOUTS, "concatenate", "select_n"))
 
 def _concatenate(p: Any, out: Any, *operands: Known) -> Known:
     x = np.concatenate([o.x for o in operands], p["dimension"])
-    return Known(x, all(o.unrounded for o in operands))
+    return Known(x, all(o.exact for o in operands))
 
 
 # ---------------------------------------------------------------- elements, one by one
 
 
-def _sum_is_exact(a: Any, b: Any, s: Any) -> Any:
-    """Tells if s is a + b: by Knuth's TwoSum, in float64."""
-    a, b, s = (np.asarray(x, np.float64) for x in (a, b, s))
-    total = a + b
-    part = total - a
-    return ((a - (total - part)) + (b - part) == 0) & (total == s)
+_OF_WHOLE = frozenset("add mul square sub".split())
+"""Results of floats are exact where all of them are integers; others may be rounded."""
 
 
-def _product_is_exact(a: Any, b: Any, y: Any) -> Any:
-    """Tells if y is a · b: float64 has twice the digits of others; in itself of few numbers."""
-    a, b, product = (np.asarray(x, np.float64) for x in (a, b, y))
-    exact = np.isfinite(product) & (a * b == product)
-    if y.dtype != np.float64:
-        return exact
-    whole = (np.rint(a) == a) & (np.rint(b) == b) & (np.abs(product) < _DIGITS[y.dtype])
-    return exact & (whole | _is_power(a) | _is_power(b))
+def _is_whole(x: Any) -> bool:
+    """Tells if numbers are integers, below which a float has all others."""
+    sizes = np.abs(np.asarray(x).astype(np.float64))
+    return bool(((sizes == np.rint(sizes)) & (sizes <= _DIGITS[x.dtype])).all())
 
-
-def _is_power(x: Any) -> Any:
-    """Tells if numbers are 0 or a power of two, by which products only change their exponent."""
-    return (x == 0) | (np.abs(np.frexp(np.asarray(x, np.float64))[0]) == 0.5)
-
-
-_ROUNDED: dict[str, Callable[..., Any]] = {
-    "add": _sum_is_exact,
-    "sub": lambda a, b, y: _sum_is_exact(a, -b, y),
-    "mul": _product_is_exact,
-    "square": lambda a, y: _product_is_exact(a, a, y),
-    # Devices divide by other numbers than powers of two in steps.
-    "div": lambda a, b, y: _is_power(b) & _product_is_exact(y, b, a),
-}
-"""Tell if results of floats are exact, from exact operands."""
 
 COMPARED = {name: getattr(operator, name) for name in "eq ge gt le lt ne".split()}
 _JUMPS = frozenset((*COMPARED, "floor", "is_finite", "sign"))
@@ -280,7 +249,7 @@ def _element(name: str, p: Any, out: Any, *operands: Known) -> Known | None:
         return None
     y = np.asarray(compute(*arrays))
     if kind == "f" and exact and name not in _STEADY:
-        exact = name in _ROUNDED and bool(np.all(_ROUNDED[name](*arrays, y)))
+        exact = name in _OF_WHOLE and all(map(_is_whole, (*arrays, y)))
     return Known(y, exact)
 
 
@@ -315,7 +284,7 @@ def _select(p: Any, out: Any, which: Known, *cases: Known) -> Known | None:
     if len(cases) != 2 or which.x.dtype.kind != "b":
         return None
     no, yes = cases
-    return Known(np.where(which.x, yes.x, no.x), no.unrounded and yes.unrounded)
+    return Known(np.where(which.x, yes.x, no.x), no.exact and yes.exact)
 
 
 def _clamp(p: Any, out: Any, low: Known, given: Known, high: Known) -> Known | None:
@@ -324,7 +293,7 @@ def _clamp(p: Any, out: Any, low: Known, given: Known, high: Known) -> Known | N
     if given.x.dtype.kind == "b":  # XLA's compiler takes True for less than False
         return None
     y = np.minimum(np.maximum(given.x, low.x), high.x)
-    return Known(y, low.unrounded and given.unrounded and high.unrounded)
+    return Known(y, low.exact and given.exact and high.exact)
 
 
 def _iota(p: Any, out: Any) -> Known | None:
@@ -341,9 +310,7 @@ def _iota(p: Any, out: Any) -> Known | None:
 
 def _counted(x: Known, total: Any) -> Known | None:
     """Sums of integers that floats hold: so they hold each sum on the way, in any order."""
-    sizes = np.abs(x.x.astype(np.float64))
-    whole = (sizes == np.rint(sizes)).all()
-    if not x.exact or not whole or not (np.abs(total) <= _DIGITS[x.x.dtype]).all():
+    if not x.exact or not _is_whole(x.x) or not (np.abs(total) <= _DIGITS[x.x.dtype]).all():
         return None
     return Known(np.asarray(total).astype(x.x.dtype))
 
@@ -378,7 +345,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "reduce_prod": np.prod,
     "reduce_sum": np.sum,
 }
-_layout = lambda move: lambda p, out, given: Known(move(p, given.x), given.unrounded)
+_layout = lambda move: lambda p, out, given: Known(move(p, given.x), given.exact)
 RULES: dict[str, Callable[..., Known | None]] = {
     "clamp": _clamp,
     "concatenate": _concatenate,

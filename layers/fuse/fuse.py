@@ -13,13 +13,14 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
-from . import attention, indexing, losses, norms, products
+from . import attention, dropout, indexing, lookups, losses, norms, products
 from .activations import Activations
 from .closure import Closure, Origin, is_array, kind_of, origins_of, runs_later
 from .codes import with_codes
-from .program import Program, Site, Theirs, explained
+from .program import Program
 from .report import Report, Row
 from .scores import ScoreForms
+from .sites import Site, Theirs, explained
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Skip = str | Iterable[str] | Callable[[Row], bool]
@@ -311,7 +312,7 @@ def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
     return rows
 
 
-_DOMAINS = "attention", "loss", "norm", "indexing", "mlp"  # as reports list them
+_DOMAINS = "attention", "loss", "norm", "indexing", "lookup", "mlp"  # in the order of reports
 _UNREAD = "it could not be read: "
 
 
@@ -338,13 +339,15 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
 
     def multiplied() -> Any:
         known = products.Products(program, scores, activations, made())
-        return products.found(known, quantization)
+        yield from products.found(known, quantization)
+        yield from dropout.found(program, activations)
 
     domains = {
         "norm": lambda: norms.found(parts),
         "attention": lambda: scored(attention.found),
         "loss": lambda: scored(functools.partial(losses.found, quantization=quantization)),
         "indexing": lambda: indexing.found(program),
+        "lookup": lambda: lookups.found(program),
         "mlp": multiplied,
     }
     made_of = {"attention": scores.made_of, "loss": scores.made_of, "norm": parts.made_of}
@@ -389,7 +392,7 @@ def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:
             )
             sites.remove(site)
     used = [s for s in dict.fromkeys(taken.values()) if any(v in live for v in s.outs)]
-    for site in losses.joined(program, used):
+    for site in lookups.joined(program, losses.joined(program, used)):
         program.sites |= dict.fromkeys(site.outs, site)
 
 

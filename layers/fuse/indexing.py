@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array, lax
 
 from .indices import Affine, affine
-from .program import Equation, Left, Program, Site
+from .program import Equation, Program
+from .sites import Left, Site
 
 SPARSEST = 16
 """A scatter to less than one element in 16 stays: a select would pass over all the others."""
@@ -176,7 +177,7 @@ def grid(program: Program, equation: Equation) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """What a scatter writes, and the dtypes that the array is cast to afterwards."""
+    """The update of a scatter, and the dtypes that the array is cast to afterwards."""
 
     grid: Grid
     update: int
@@ -209,11 +210,11 @@ def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -
         else:
             return []
     writes.sort(key=lambda write: write.grid.first)
-    return writes if left == 0 and (interleaved(writes) or in_a_row(writes)) else []
+    return writes if left == 0 and interleaved(writes) else []
 
 
 def interleaved(writes: Sequence[Write]) -> bool:
-    """Whether writes take turns along an axis."""
+    """Tells if writes take turns along an axis."""
     n, grids = len(writes), [write.grid for write in writes]
     return all(
         (g.first[axis], g.step[axis], g.count[axis] * n) == (i, n, g.shape[axis])
@@ -222,24 +223,12 @@ def interleaved(writes: Sequence[Write]) -> bool:
     )
 
 
-def in_a_row(writes: Sequence[Write]) -> bool:
-    """Whether each write begins where the one before it ends."""
-    (axis,), end = writes[0].grid.partial, 0
-    for one in (write.grid for write in writes):
-        if one.first[axis] != end or one.step[axis] != 1:
-            return False
-        end += one.count[axis]
-    return True
-
-
 def joined(writes: Sequence[Write], *updates: Array) -> Array:
     """Returns the array that writes cover."""
     parts = [write.placed(update) for write, update in zip(writes, updates, strict=True)]
     if len(parts) == 1:
         return parts[0]
     (axis,) = writes[0].grid.partial
-    if in_a_row(writes):
-        return lax.concatenate(parts, axis)
     return lax.reshape(jnp.stack(parts, axis + 1), writes[0].grid.shape)
 
 
@@ -254,11 +243,10 @@ def written(
     one, number, sets = grids[equation], program.uniform(base), equation.name == "scatter"
     floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
     if sets and (writes := covering(program, equation, grids)):
-        served = "concatenation" if one.partial and in_a_row(writes) else "stack and reshape"
-        served = served if one.partial else "its update"
+        served = "stack and reshape" if one.partial else "its update"
         return [w.update for w in writes], served, lambda *updates: joined(writes, *updates)
     combine, same = (lambda _, u: u, 0) if sets else COMBINED[equation.name[-3:]]
-    if number is not None and number.exact and floats:  # the same bits
+    if number is not None and number.exact and number.normal and floats:  # the same bits
         put = lambda u: one.padded(combine(lax.full_like(u, number.x), u), number.x)
         return [update], "pad", lambda u: put(one.placed(u))
     if sets and max(one.step, default=1) == 1:

@@ -131,7 +131,7 @@ def _constant_affine(program: Program, v: int) -> Affine | None:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Where a mask of some shape is true: wherever all of `above` are at least 0."""
+    """The positions at which a mask is true: wherever all of `above` are at least 0."""
 
     above: tuple[Affine, ...] = ()
 

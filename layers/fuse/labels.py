@@ -48,16 +48,26 @@ def expand(labels: Iterable[Label]) -> Labels:
 
 def atoms(dims: Iterable[Iterable[Label]]) -> Labels:
     """Returns the labels of all dimensions in a row."""
-    return tuple(a for labels in dims for a in expand(labels))
+    return expand([label for labels in dims for label in labels])
+
+
+def expanded(dims: Iterable[Iterable[Label]]) -> Dims:
+    """Returns an array's labels, with their parts in place of those that were split."""
+    return tuple([expand(labels) for labels in dims])
 
 
 def size(labels: Iterable[Label]) -> int:
-    return math.prod(l.size for l in labels)
+    return math.prod([l.size for l in labels])
+
+
+def shape_of(dims: Iterable[Iterable[Label]]) -> tuple[int, ...]:
+    """Returns the shape of an array with these labels."""
+    return tuple([math.prod([l.size for l in labels]) for labels in dims])
 
 
 def fresh(shape: Sequence[int], free: bool = False) -> Dims:
     """Returns new labels for the dimensions of a shape."""
-    return tuple((Label(n, free),) if n != 1 else () for n in shape)
+    return tuple([(Label(n, free),) if n != 1 else () for n in shape])
 
 
 def regroup(dims: Dims, shape: Sequence[int]) -> Dims | None:
@@ -113,10 +123,8 @@ def moved(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]) -> 
     if made.name == "broadcast_in_dim":
         at = {j: (i, given[i]) for i, j in enumerate(map(int, p["broadcast_dimensions"]))}
         new = fresh(shape, free=True)
-        return tuple(
-            dims[at[j][0]] if j in at and at[j][1] == shape[j] else new[j]
-            for j in range(len(shape))
-        )
+        kept = [j in at and at[j][1] == n for j, n in enumerate(shape)]
+        return tuple([dims[at[j][0]] if same else new[j] for j, same in enumerate(kept)])
     if made.name in ("reshape", "squeeze", "expand_dims"):
         return (
             regroup(dims, shape) if p.get("dimensions") is None or made.name != "reshape" else None
@@ -150,7 +158,7 @@ def arrange(x: Any, dims: Dims, groups: Sequence[Iterable[Label]], full: bool = 
     have, groups = atoms(dims), [expand(g) for g in groups]
     if set(have) - {l for g in groups for l in g}:
         raise ValueError("labels of the array are in no group")
-    if xp.shape(x) != tuple(l.size for l in have):
+    if xp.shape(x) != shape_of([[l] for l in have]):
         x = xp.reshape(x, [l.size for l in have])
     order = [have.index(l) for g in groups for l in g if l in have]
     if order != sorted(order):

@@ -1,5 +1,6 @@
 """Losses in a program: log-sum-exps and picked elements of logits, without the logits."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -8,13 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..cross_entropy import linear_cross_entropy
+from ..cross_entropy.linear import best_words, linear_cross_entropy
+from ..cross_entropy.op import aligned_words
+from ..quantization.quantize import fits
+from .attention import MASKED
 from .constants import ARITHMETIC
-from .labels import Dims, arrange, atoms, expand, size
+from .forms import Form, Mask, Scores, Term, Weight
+from .labels import Dims, Labels, arrange, atoms, expand, size
 from .products import unfit
-from .program import Left, Program, Site
-from .scores import Form, Operands, ScoreForms, Weight
+from .program import Program
+from .scores import Operands, ScoreForms
+from .sites import Left, Site
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -29,6 +36,10 @@ class Loss(Site):
         `transposed` where it is stored (vocabulary, features).
       labels: (value, labels) of the words, None for log-sum-exps alone.
       outside: what one outside the vocabulary gives.
+      words: the labels of the vocabulary.
+      biases: (value, labels, factor) of what is added to the logits.
+      masks: what a mask adds to them: (mask, labels, where it adds nothing, number).
+      hidden: the words whose logits a mask replaces, and the number it writes; None.
       lse, pick, sum: what these are multiplied by, the last of all logits of a row.
       summed: the labels of rows that are summed over.
     """
@@ -40,6 +51,10 @@ class Loss(Site):
     rows: tuple[Any, ...]
     labels: tuple[int, Dims] | None
     outside: str
+    words: Labels
+    biases: tuple[tuple[int, Dims, float], ...]
+    masks: tuple[Mask, ...]
+    hidden: tuple[np.ndarray, float] | None
     lse: float
     pick: float
     sum: float
@@ -57,7 +72,7 @@ class Loss(Site):
 
     @property
     def total(self) -> bool:
-        """Whether it is a multiple of the sum of all rows' cross-entropies."""
+        """Tells if it is a multiple of the sum of all rows' cross-entropies."""
         cross = self.lse == -self.pick
         return cross and self.outside != "0" and not self.sum and self.summed >= set(self.rows)
 
@@ -75,8 +90,8 @@ class Loss(Site):
                 selected = value if selected is None else selected & value
             else:
                 weights = value if weights is None else weights * value
-        if total and "drop" in self.outside:
-            inside = self._inside(read, place)
+        if total and ("drop" in self.outside or self.hidden):
+            inside = self._is_word(read, place)
             inside = inside if selected is None else inside | ~selected
             whole = lambda: self._total(read, place, selected, weights)
             return jax.lax.cond(jnp.all(inside), whole, lambda: self.computed(read, {}, False))
@@ -94,6 +109,9 @@ class Loss(Site):
             together = self.outside.startswith("all")  # the log-sum-exp's gradient goes with it
             y = (self.lse + self.pick) * lse if together else y
             picked = -loss if together else lse - loss
+            if self.hidden:
+                replaced = self.hidden[1] - lse * together
+                picked = jnp.where(self._is_hidden(read, place), replaced, picked)
             if self.outside != "clip":
                 values = {"0": 0, "nan": jnp.nan, "drop": jax.lax.stop_gradient(picked)}
                 outside = values[self.outside.removeprefix("all ")]
@@ -121,6 +139,31 @@ class Loss(Site):
         labels = self._words(read, place)
         return (labels >= 0) & (labels < self.vocabulary)
 
+    def _is_hidden(self, read: Any, place: Any) -> Any:
+        """Tells which labels are of words whose logits a mask replaces."""
+        assert self.hidden is not None
+        inside, labels = self._inside(read, place), self._words(read, place)
+        return inside & jnp.asarray(self.hidden[0])[jnp.where(inside, labels, 0)]
+
+    def _is_word(self, read: Any, place: Any) -> Any:
+        """Tells which labels have the loss of `linear_cross_entropy`, gradients included."""
+        inside = self._inside(read, place) if "drop" in self.outside else True
+        return inside & ~self._is_hidden(read, place) if self.hidden else inside
+
+    def _bias(self, read: Any) -> Any:
+        """Returns what is added to the logits, one number a word; None for nothing."""
+        wide = jnp.promote_types(self.logits_dtype, jnp.float32)
+        added = [
+            (read(v).astype(wide) * factor if factor != 1 else read(v), dims)
+            for v, dims, factor in self.biases
+        ]
+        for m in self.masks:
+            added.append((jnp.where(read(m.value) == m.keep, 0, jnp.asarray(m.fill, wide)), m.dims))
+        if self.hidden:
+            added.append((jnp.where(self.hidden[0], -jnp.inf, jnp.zeros((), wide)), (self.words,)))
+        of_words = [arrange(x, dims, [self.words]) for x, dims in added]
+        return functools.reduce(jnp.add, of_words) if of_words else None
+
     def _total(self, read: Any, place: Any, selected: Any, weights: Any) -> Any:
         y = self._call(read, place, selected, reduction="sum", weights=weights)
         return (self.lse * y).astype(self.aval.dtype)
@@ -142,7 +185,8 @@ class Loss(Site):
         x, kernel = self._operands(read)
         wide = jnp.promote_types(self.dtype, jnp.float32)
         words = jnp.sum(kernel.astype(self.dtype).astype(wide), int(not self.transposed))
-        return jnp.sum(x.astype(wide) * words, -1)
+        totals, bias = jnp.sum(x.astype(wide) * words, -1), self._bias(read)
+        return totals if bias is None else totals + jnp.sum(bias.astype(wide))
 
     def _call(
         self, read: Any, place: Any, selected: Any, alone: bool = False, **options: Any
@@ -160,12 +204,16 @@ class Loss(Site):
             labels, ignore = jnp.where((labels >= 0) & (labels < self.vocabulary), labels, -1), -1
         elif selected is not None:  # -1 is a label outside here, and not ignored
             labels = jnp.where(labels < 0, self.vocabulary, labels)
+        if self.hidden and self.labels is not None:  # what they cost is added later, or not taken
+            word = int(np.argmin(self.hidden[0]))
+            labels = jnp.where(self._is_hidden(read, place), word, labels)
         if selected is not None:  # the others cost 0, whatever their labels
             labels, ignore = jnp.where(selected, labels, -1), -1
         return linear_cross_entropy(
             x,
             kernel,
             labels,
+            bias=self._bias(read),
             contract=int(self.transposed),
             ignore=ignore,
             softcap=self.softcap,
@@ -192,14 +240,40 @@ class Losses(Site):
         return [part.computed(read, shared, False) for part in self.parts]
 
 
+@dataclasses.dataclass(eq=False)
+class BestWords(Site):
+    """The words of the largest logits, beside a loss that is served: for an accuracy.
+
+    Attributes:
+      of: the log-sum-exps of the same logits.
+    """
+
+    of: Loss
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        x, kernel = self.of._operands(read)
+        words = best_words(
+            x,
+            kernel,
+            bias=self.of._bias(read),
+            contract=int(self.of.transposed),
+            softcap=self.of.softcap,
+            logits_dtype=self.of.logits_dtype,
+        )
+        return [
+            arrange(words, [(a,) for a in self.of.rows], self.of.dims).astype(self.of.aval.dtype)
+        ]
+
+
 def joined(program: Program, sites: list[Site]) -> list[Site]:
-    """Returns sites with those of one product's losses as one."""
+    """Returns sites with those of one product's losses as one, and best words beside them alone."""
     groups: dict[Any, list[Loss]] = {}
     others = []
+    lost = {site.dead for site in sites if isinstance(site, Loss)}
     for site in sites:
         if isinstance(site, Loss):
             groups.setdefault((site.key, site.rows), []).append(site)
-        else:
+        elif not isinstance(site, BestWords) or site.dead in lost:
             others.append(site)
     for group in groups.values():
         outs = [v for site in group for v in site.outs]
@@ -229,8 +303,7 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         raise Left("an element of the logits, and no log-sum-exp")
     if size(words) < SMALLEST:
         raise Left(f"{size(words)} classes only")
-    if base.biases or base.masks:
-        raise Left("the logits have a bias or a mask")
+    biases, masks, hidden = _of_words(g, base, words)
     order = atoms(found.w[1])
     if set(order) != {*words, *contract} or set(atoms(found.sides[found.right])) != set(order):
         raise Left("the kernel has more dimensions than the vocabulary's and the features'")
@@ -253,8 +326,8 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
     ):
         raise Left("a one-hot product of log-probabilities with other log-sum-exps")
-    if total and base.inner is not None:
-        raise Left("smoothed labels of logits with a soft cap")
+    if total and (base.inner is not None or hidden):
+        raise Left("smoothed labels of logits with a soft cap or a mask")
     if labels is not None and not set(atoms(labels[1])) <= set(rows):
         raise Left("its labels differ along more than its rows")
     transposed = order.index(words[0]) < order.index(contract[0])
@@ -274,15 +347,23 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     logits = g.avals[base.dot.outs[0]].dtype
     if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
         factor = 1.0  # cap · (1 / cap), as its dtype rounds it
+    logits = functools.reduce(jnp.promote_types, [logits, *base.added])  # as the bias is added
     if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
         raise Left(f"its logits are multiplied by {factor:g}, which {dtype} operands would round")
-    why = unfit(base.dot, dtype, size(contract), size(words)) if quantization else ""
+    why = ""
+    if quantization:
+        kernel = g.avals[base.dot.ins[found.right]]
+        count = aligned_words(size(words), softcap)
+        why = unfit(base.dot, dtype, size(contract), count)
+        why = why or _unfit_here(kernel, size(words), softcap)
     site = Loss(
         outs=(value,),
         reads=tuple(
             dict.fromkeys(
                 [found.x[0], found.w[0]]
                 + ([labels[0]] if labels else [])
+                + [v for v, *_ in biases]
+                + [m.value for m in masks]
                 + [w.value for w in form.weights]
             )
         ),
@@ -296,6 +377,10 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         rows=rows,
         labels=labels,
         outside=outside,
+        words=words,
+        biases=biases,
+        masks=masks,
+        hidden=hidden,
         lse=lse,
         pick=pick,
         sum=total,
@@ -312,13 +397,76 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         key=(base, axis),
     )
     parts = {"sum": site.total, "a row each": not site.total, f"softcap {softcap}": softcap}
-    parts |= {"log-sum-exps": not picked, "label smoothing": total, "weighted": form.weights}
+    parts |= {
+        "bias": biases,
+        "masked words": masks or hidden,
+        "log-sum-exps": not picked,
+        "label smoothing": total,
+        "weighted": form.weights,
+    }
     parts |= {"gradient in fp8": site.quantization, f"gradient not in fp8 ({why})": why}
     said = ", ".join(name for name, is_so in parts.items() if is_so)
     site.served = f"linear_cross_entropy: {said}"
     return site
 
 
+def _unfit_here(kernel: Any, words: int, softcap: float | None) -> str:
+    """Returns why no device can multiply FP8 codes of its part of a kernel, as far as types say."""
+    mesh = kernel.sharding.mesh
+    if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):
+        return "its mesh is partly manual"
+    part = kernel.sharding.shard_shape(kernel.shape) if mesh.explicit_axes else ()
+    count = lambda n, of: aligned_words(n, softcap) if of == words else n
+    if part and not fits(*map(count, part, kernel.shape)):
+        return f"a device's part of its kernel, {part}, is no multiple of 16"
+    return ""
+
+
+def _of_words(g: Program, base: Scores, words: Labels) -> tuple[Any, tuple[Mask, ...], Any]:
+    """Returns what is added to the logits of each word, and which words' logits are replaced.
+
+    Raises:
+      Left: for what differs along rows, or is not known when the program is traced.
+    """
+    if base.inner is not None and (base.biases or base.masks):
+        raise Left("logits with a soft cap and then a bias or a mask")
+    scale = base.scale if base.inner is not None else 1.0
+    biases = (*base.biases, *[(v, dims, f * scale) for v, dims, f in base.capped])
+    if not {*atoms(d for _, dims, _ in biases for d in dims)} <= {*words}:
+        raise Left("the logits have a bias that differs along rows")
+    if any(not jnp.issubdtype(g.avals[v].dtype, jnp.floating) for v, *_ in biases):
+        raise Left("what is added to the logits are integers")
+    masks = tuple(m for m in base.masks if m.added)
+    if not {*atoms(d for m in base.masks for d in m.dims)} <= {*words}:
+        raise Left("the logits have a mask that differs along rows")
+    replaced = [m for m in base.masks if not m.added]
+    if not replaced:
+        return biases, masks, None
+    fills = {m.fill for m in replaced}
+    if masks or len(fills) > 1 or any(m.changed for m in replaced) or max(fills) > MASKED:
+        raise Left("the logits have several masks, or one that others are added to, or a small one")
+    hidden = np.zeros(size(words), bool)
+    for m in replaced:
+        constant = g.const(m.value)
+        if constant is None or atoms(m.dims) != words:
+            raise Left("the mask of the vocabulary is not a constant")
+        hidden |= constant.reshape(-1) != m.keep
+    if hidden.all():
+        raise Left("a mask replaces all logits")
+    return biases, (), (hidden, fills.pop())
+
+
 def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of losses in a program; a value and the reason where one is left."""
     yield from forms.ends("is_loss", functools.partial(site_of, quantization=quantization))
+    for equation in forms.program.equations:
+        form = forms.of.get(equation.ins[0]) if equation.name == "argmax" else None
+        if form is not None and form.is_scores:
+            (axis,) = equation.params["axes"]
+            dims = (*form.dims[:axis], *form.dims[axis + 1 :])
+            term = Term("lse", form.base, frozenset(expand(form.dims[axis])))
+            of_lse = dataclasses.replace(form, dims=dims, along=0.0, terms=frozenset({(term, 1.0)}))
+            with contextlib.suppress(Left):  # the row of its loss says why
+                of = site_of(forms, equation.outs[0], of_lse, quantization=None)
+                served = "linear_cross_entropy: argmax, by a product of its own"
+                yield BestWords(of.outs, of.reads, of.dead, f"{of.what}, argmax", served, of)

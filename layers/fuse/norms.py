@@ -18,8 +18,21 @@ import jax.numpy as jnp
 
 from ..norm import layer_norm, op, rms_norm
 from .constants import ARITHMETIC
-from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
-from .program import Equation, Left, Program, Site, at_ends, called
+from .labels import (
+    Dims,
+    Label,
+    arrange,
+    atoms,
+    expand,
+    expanded,
+    fresh,
+    meet,
+    moved,
+    moved_back,
+    shape_of,
+)
+from .program import Equation, Program
+from .sites import Left, Site, at_ends, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +105,11 @@ class Norms:
         """Finds the Part of an equation's result, unless `part` will by looking back."""
         if made.name not in RULES or len(made.outs) != 1:
             return
-        known = [self.of.get(v) for v in made.ins]
+        kinds = {part.kind for v in made.ins if (part := self.of.get(v)) is not None}
         starts = made.name in STARTS
         if made.name in PAIRED:
             starts = self._array_of(made.ins[0]) == self._array_of(made.ins[1])
-        if starts or any(p is not None and p.kind != "x" for p in known):
+        if starts or kinds - {"x"}:
             self._apply(made)
 
     def _apply(self, made: Equation) -> None:
@@ -107,7 +120,7 @@ class Norms:
         if out.ndim:  # the statistics of a vector have no dimensions
             parts = [p if p is None or p.dims else replace(p, dims=((),) * out.ndim) for p in parts]
         found = RULES[made.name](self, made, *parts)
-        if found is not None and tuple(map(size, found.dims)) == out.shape:
+        if found is not None and shape_of(found.dims) == out.shape:
             self.of[made.outs[0]] = found
 
     def _array(self, v: int) -> Part | None:
@@ -170,7 +183,7 @@ class Norms:
             if back is None:
                 break
             v, dims = source, tuple(back)
-        return Vector(v, tuple(map(expand, dims)), a, b)
+        return Vector(v, expanded(dims), a, b)
 
 
 # ---------------------------------------------------------------- one rule for each primitive
@@ -182,14 +195,14 @@ def _same(a: Part, b: Part) -> bool:
         and a.kind == b.kind == "x"
         and a.centred == b.centred
         and a.axis == b.axis
-        and meet(a.dims, b.dims) == tuple(map(expand, a.dims))
+        and meet(a.dims, b.dims) == expanded(a.dims)
     )
 
 
 def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
     for one, other in ((a, made.ins[1]), (b, made.ins[0])):
         if one is not None and (n := g.program.number(other)) is not None:
-            if tuple(map(size, one.dims)) == g.program.avals[made.outs[0]].shape:
+            if shape_of(one.dims) == g.program.avals[made.outs[0]].shape:
                 return _times(one, n, g.program.slack(other))
     if a is None or b is None:
         return None
@@ -261,10 +274,10 @@ def _weight(g: Norms, stat: Part, other: int) -> Part | None:
 
 def _vector_of(g: Norms, norm: Part, other: int) -> Vector | None:
     """An array that a norm is multiplied by or that is added to it; None if it has all rows."""
-    shape, sizes = g.program.avals[other].shape, tuple(map(size, norm.dims))
+    shape, sizes = g.program.avals[other].shape, shape_of(norm.dims)
     if len(shape) != len(sizes) or any(n not in (1, m) for n, m in zip(shape, sizes)):
         return None
-    found = g.vector(other, tuple(map(expand, norm.dims)))
+    found = g.vector(other, expanded(norm.dims))
     have, rows = set(atoms(found.dims)), set(atoms(norm.dims)) - set(norm.axis)
     if not have <= rows | set(norm.axis) or not set(norm.axis) <= have or rows and rows <= have:
         return None
@@ -295,7 +308,7 @@ def _normalised(x: Part, stat: Part) -> Part | None:
     if x.centred and x.axis != stat.axis:
         return None
     dims = meet(x.dims, stat.dims)
-    if dims is None or dims != tuple(map(expand, x.dims)):
+    if dims is None or dims != expanded(x.dims):
         return None
     return replace(x, kind="norm", stat=stat, axis=stat.axis, dims=dims)
 
@@ -335,7 +348,7 @@ def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
         return None
     n = math.prod(l.size for l in b.axis)
     if a.kind == "x" and not a.centred and b.kind == "sum" and _is_one(b.a * n, b.slack):
-        if meet(a.dims, b.dims) == tuple(map(expand, a.dims)):
+        if meet(a.dims, b.dims) == expanded(a.dims):
             return replace(a, centred=True, axis=b.axis)
     if a.kind == "stat" and b.kind == "square of sum" and not a.centred and a.axis == b.axis:
         means = _is_one(a.a * n, a.slack) and _is_one(b.a * n * n, b.slack)
@@ -346,7 +359,7 @@ def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
 
 
 def _is_one(a: float, slack: float) -> bool:
-    """Whether a product of the program's constants stands for 1."""
+    """Tells if a product of the program's constants stands for 1."""
     return abs(a - 1) <= slack + ARITHMETIC
 
 
@@ -481,7 +494,6 @@ class Normed(Site):
     x_dims: Dims
     rows: tuple[Any, ...]
     features: tuple[Label, ...]
-    heads: int
     examples: int
     aval: Any
     x_aval: Any
@@ -508,7 +520,7 @@ class Normed(Site):
         if vector is None:
             return None
         n = len(self.rows)
-        rows = [*self.rows[: self.examples]] if self.examples else [*self.rows[n - self.heads :]]
+        rows = self.rows[: self.examples]
         w = arrange(read(vector.value), vector.dims, [*rows, self.features])
         w = jnp.expand_dims(w, range(self.examples, n)) if self.examples else w
         offset = 0.0 if vector is self.part.scale else vector.b
@@ -574,7 +586,7 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         raise Left("its axis is no axis of x")
     rows = [tuple(l for l in expand(d) if l not in part.axis) for d in part.dims]
     rows = [r for r in rows if r]
-    examples = heads = 0
+    examples = 0
     vectors = [v for v in (part.scale, part.bias) if v is not None]
     own = [tuple(l for l in atoms(v.dims) if l not in part.axis) for v in vectors]
     if any(own):
@@ -582,17 +594,13 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         if len(labels) > 1:
             raise Left("its scale and its shift differ along different dimensions")
         (which,) = labels
-        last = [l for r in rows[len(rows) - 1 :] for l in r]
-        if set(last) == which and all(own) and not part.bias and not part.centred:
-            heads = 1
-        else:
-            split = [[l] for r in rows for l in r]
-            count = len(which)
-            if {l for (l,) in split[:count]} != which or count == len(split):
-                raise Left("its scale differs along dimensions that are not the first")
-            rows, examples = [tuple(r) for r in split], count
-            if not all(own):
-                raise Left("a scale of each example and a shift of all")
+        split = [[l] for r in rows for l in r]
+        count = len(which)
+        if {l for (l,) in split[:count]} != which or count == len(split):
+            raise Left("its scale differs along dimensions that are not the first")
+        rows, examples = [tuple(r) for r in split], count
+        if not all(own):
+            raise Left("a scale of each example and a shift of all")
     if part.scale is not None and part.scale.a != 1 and part.scale.b != 0:
         raise Left("its scale is multiplied by a number, and another is added")
     if part.rounded is not None and part.scale is not None:
@@ -605,7 +613,7 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
     added = _added(g, part.x)
     outs = (value,) if len(added) == 1 else (value, part.x)
     name = "layer_norm" if part.centred else "rms_norm"
-    owner = ", with heads" if heads else ", with examples" if examples else ""
+    owner = ", with examples" if examples else ""
     reads = [*added, *[v.value for v in vectors]]
     count = math.prod(x_aval.shape) // n
     return Normed(
@@ -619,7 +627,6 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         x_dims=x_dims,
         rows=tuple(rows),
         features=features,
-        heads=heads,
         examples=examples,
         aval=aval,
         x_aval=x_aval,

@@ -22,9 +22,21 @@ from ..dense.matmul import kernel_p
 from ..quantization.quantize import fits
 from .activations import Activations
 from .choices import chosen
-from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
-from .program import Equation, Left, Program, Site, called
+from .labels import (
+    UNCHANGED,
+    Dims,
+    Label,
+    arrange,
+    atoms,
+    expand,
+    expanded,
+    fresh,
+    moved_back,
+    size,
+)
+from .program import Equation, Program
 from .scores import ScoreForms
+from .sites import Left, Site, called
 
 FEW = 16
 """Products of fewer rows than these, or of a sixteenth of the rows that others have, are not
@@ -80,7 +92,7 @@ class Matrix:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """Where the function places the product on Explicit axes, as `(*rows, columns)`; or None.
+        """The function's own sharding of the product on Explicit axes, `(*rows, columns)`; or None.
 
         It has to where the features of both operands are split.
         """
@@ -104,7 +116,7 @@ def _products_in(program: Program) -> Iterator[Equation]:
 
 
 class Products:
-    """What is known of a program's products."""
+    """The products of a program with parameters."""
 
     def __init__(
         self, program: Program, scores: ScoreForms, activations: Activations, made: set[int]
@@ -233,7 +245,7 @@ class Products:
             if back is None:
                 break
             v, dims = source, tuple(back)
-        return v, tuple(map(expand, dims))
+        return v, expanded(dims)
 
     def unquantized(self, m: Matrix) -> str:
         """Returns why a product is not computed in FP8, or ""."""
@@ -261,7 +273,7 @@ class Products:
         return not jnp.issubdtype(self.program.avals[made.ins[0]].dtype, jnp.floating)
 
     def _is_returned(self, v: int) -> bool:
-        """Whether a value is the function's result, laid out anew or cast: logits, it may be."""
+        """Tells if a value is the function's result, laid out anew or cast: logits, it may be."""
         g, stack, seen = self.program, [v], set()
         while stack and not g.within:
             v = stack.pop()
@@ -319,7 +331,7 @@ class Mlp(Site):
     activation: str
     quantization: Any
     aval: Any
-    sharding: Any = None  # what the function constrains its hidden array to
+    sharding: Any = None  # the function's own constraint on its hidden array
     inner: tuple[Matrix, ...] = ()  # the products of gate and up, where these are part of it
     biases: tuple[tuple[int, Dims], ...] = ()  # (value, labels) of what is added to each, or none
     rows: Dims = ()  # the labels of its rows then, in the order of their input's
@@ -505,7 +517,7 @@ def _laid_out(program: Program, v: int, dims: Dims, known: Mapping[int, Any]) ->
         back = moved_back(made, dims, given, shape)
         if back is None or made.name not in _LAID_OUT:
             break
-        v, dims = made.ins[0], tuple(map(expand, back))
+        v, dims = made.ins[0], expanded(back)
     return v, dims
 
 

@@ -8,7 +8,6 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,63 +18,14 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
-from ...native.jaxpr import JIT, REMAT, bodies, line_of, name_of, params_of, results_of
+from ...native.jaxpr import JIT, REMAT, line_of, name_of, params_of, rebuilt, results_of
 from ..dense.matmul import product_p, shared
 from .calls import CALLS, inside_of
 from .closure import UNKNOWN, Origin
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
+from .sites import Site, SiteFailed, Theirs, explained, fitted
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
-
-
-class Left(Exception):
-    """Why a site stays as it is."""
-
-
-def at_ends(
-    program: "Program",
-    values: Iterable[int],
-    chain: Callable[[int], Any],
-    site_of: Callable[[int], "Site"],
-) -> "Iterator[Site | tuple[int, str]]":
-    """Yields a site for each value at the end of a chain, where something else reads it.
-
-    Where the last value of a chain is left, those before it are tried. Yields the value and the
-    reason where all are left.
-
-    Args:
-      program: theirs.
-      values: those that have been found, in the program's order.
-      chain: the same for all values of a chain; None for a value of none.
-      site_of: raises Left, without a reason for a value that is never a site itself.
-    """
-    results, done = set(program.results), set()
-    for value in [v for v in values if chain(v) is not None][::-1]:
-        readers = program.readers.get(value, ())
-        if value not in results and len(readers) == 1 and chain(readers[0].outs[0]) == chain(value):
-            continue
-        made = program.maker.get(value)
-        if made is not None and made.name == "convert_element_type":
-            # A cast of what ends a chain itself, to a type that holds it: no site of its own.
-            given = made.ins[0]
-            is_end = given in results or len(program.readers.get(given, ())) > 1
-            dtypes = [program.avals[v].dtype for v in (given, value)]
-            if is_end and chain(given) == chain(value) and jnp.promote_types(*dtypes) == dtypes[1]:
-                continue
-        why, last = "", value
-        while value not in done:
-            done.add(value)
-            try:
-                yield site_of(value)
-                break
-            except Left as reason:
-                if not why:
-                    why, last = str(reason), value
-            before = [v for v in program.maker[value].ins if chain(v) == chain(value)]
-            if not before:
-                yield last, why
-                break
-            value = before[0]
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,63 +53,12 @@ class Equation:
 
 
 @dataclasses.dataclass(eq=False)
-class Site:
-    """A part of a program that something else computes.
-
-    Attributes:
-      outs: the values that are replaced.
-      reads: the values that they are computed from.
-      dead: values that nothing may read any more once `outs` are replaced.
-      what: its domain and its sizes, for the report.
-      served: what computes it.
-      shares: the value whose gradient is added up in the products of all sites that share it.
-    """
-
-    outs: tuple[int, ...]
-    reads: tuple[int, ...]
-    dead: tuple[int, ...]
-    what: str
-    served: str
-    shares: int | None = dataclasses.field(default=None, kw_only=True)
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        """Returns the values of `outs`."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(eq=False)
 class Body:
     """A program within an equation, under a parameter of it."""
 
     key: str
     place: int
     program: "Program"
-
-
-def called(function: Callable[..., Any], *arrays: Any, **static: Any) -> Any:
-    """Calls an operation of ours by a jitted function, which JAX traces once for all layers."""
-    names = tuple(sorted(static.items(), key=lambda item: item[0]))
-    return _jitted(function, names, os.environ.get("NORMFUSE_IMPLEMENTATION"))(*arrays)
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(function: Callable[..., Any], static: Any, implementation: str | None) -> Any:
-    del implementation  # tracing depends on it
-    return jax.jit(functools.partial(function, **dict(static)))
-
-
-class SiteFailed(Exception):
-    def __init__(self, site: Site, error: Exception):
-        super().__init__(str(error))
-        self.site, self.error = site, error
-
-
-class Theirs(Exception):
-    """An error of the user's own code."""
-
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
 
 
 class Program:
@@ -174,6 +73,9 @@ class Program:
       names: the origins of arrays that the function closes over, by their ids.
       within: the names of the equations that this is a body of.
     """
+
+    calls: Sequence[str] = CALLS
+    """The names of calls whose equations are read."""
 
     def __init__(
         self,
@@ -219,6 +121,14 @@ class Program:
 
     # ---------------------------------------------------------------- reading
 
+    def inlines(self, eqn: Any) -> bool:
+        """Tells if a jitted function is taken apart."""
+        return is_inlined(eqn)
+
+    def bodies_of(self, eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
+        """Yields what `inner_programs` does."""
+        return inner_programs(eqn, ins)
+
     def _new(self, aval: Any) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
@@ -242,23 +152,22 @@ class Program:
         """Takes a program's equations over; returns the values that are its results."""
         env = dict(zip(jaxpr.invars, ins, strict=True))
         env |= {v: self._literal(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-        read = lambda a: self._literal(a.val) if hasattr(a, "val") else env[a]
         for eqn in jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
+            operands = [self._literal(a.val) if hasattr(a, "val") else env[a] for a in eqn.invars]
             within = eqn.source_info.name_stack
             if scope is not None:
                 within = scope + within if within.stack else scope
-            if is_inlined(eqn):
+            if eqn.primitive.name in JIT and self.inlines(eqn):
                 inner = eqn.params["jaxpr"]
                 outs = self._add(inner.jaxpr, inner.consts, operands, within)
             else:
                 outs = self._equation(eqn, operands, within)
             env |= zip(eqn.outvars, outs, strict=True)
-        return [read(v) for v in jaxpr.outvars]
+        return [self._literal(a.val) if hasattr(a, "val") else env[a] for a in jaxpr.outvars]
 
     def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
         name = name_of(eqn)
-        if name == "select_n" and len(ins) == 3:  # of a constant, as in jnp.var
+        if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
             which = self.number(ins[0])
             if (
                 which in (0, 1)
@@ -278,7 +187,7 @@ class Program:
                     return outs
                 self._same[key] = equation.outs
         equation.outs += [self._new(v.aval) for v in eqn.outvars]
-        inside, kind = inside_of(eqn) if name in CALLS else (None, "")
+        inside, kind = inside_of(eqn) if name in self.calls else (None, "")
         if inside is not None and kind != "product":
             outs = self._add_within(inside, equation)
             self.shadows |= zip(equation.outs, outs) if kind == "same" else ()
@@ -290,10 +199,12 @@ class Program:
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
         if len(equation.outs) == 1 and ins:
-            if all(self.uniform(v) is not None for v in ins):
-                if (x := self._uniform_of(equation)) is not None:
-                    self._uniform[equation.outs[0]] = x
-            if name in RULES and all(v in self._consts for v in ins):
+            for v in ins:
+                if self.uniform(v) is None:
+                    break
+            else:
+                self._uniform[equation.outs[0]] = self._uniform_of(equation)
+            if name in RULES and self._consts.keys() >= {*ins}:
                 self._consts[equation.outs[0]] = lambda: self._compute(equation)
         elif name in RULES:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
@@ -302,7 +213,7 @@ class Program:
             self.equations[-1].outs[:] = equation.outs
         if name not in _WITH_BODIES or self._shadow:
             return equation.outs
-        for key, place, closed, kept in inner_programs(eqn, ins):
+        for key, place, closed, kept in self.bodies_of(eqn, ins):
             constant = [k and v in self._consts for v, k in kept]
             known = [
                 functools.partial(self.known, v) if c else None for c, (v, _) in zip(constant, kept)
@@ -310,7 +221,7 @@ class Program:
             origins = [self.origin(v) for v, _ in kept]
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
             within = f"{self.within} in {name}"
-            body = Program(closed, known, origins, depends, within, self.names)
+            body = type(self)(closed, known, origins, depends, within, self.names)
             body.outer = self
             self.bodies.setdefault(equation, []).append(Body(key, place, body))
         return equation.outs
@@ -324,11 +235,11 @@ class Program:
             self._shadow = around
 
     def is_within(self, v: int) -> bool:
-        """Whether a value is made within a call, which nothing outside can read."""
+        """Tells if a value is made within a call, which nothing outside can read."""
         return self.maker.get(v) in self.shadowing
 
     def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
-        """What is multiplied by 1, if the result is of its type."""
+        """Returns x for x · 1 when the type is unchanged."""
         for v, other in (ins, ins[::-1]):
             if self.number(other) == 1:
                 given, out = self.avals[v], eqn.outvars[0].aval
@@ -457,7 +368,7 @@ class Program:
             for v in taken:
                 if v in sites:
                     live.update(sites[v].reads)
-            if equation.eqn.effects or any(v not in sites for v in taken):
+            if equation.eqn.effects or not sites.keys() >= {*taken}:
                 live.update(equation.operands)
         return live
 
@@ -485,7 +396,8 @@ class Program:
         live = self.needed(wanted, env, sites)
         for equation in self.equations:
             effects = equation.eqn.effects and equation not in done
-            if effects or any(v in live and v not in env and v not in sites for v in equation.outs):
+            missing = [v for v in equation.outs if v in live and v not in env and v not in sites]
+            if effects or missing:
                 self._demand(equation.operands, env, sites)
                 env |= zip(equation.outs, self._bind(equation, [env[v] for v in equation.operands]))
                 done.add(equation)
@@ -507,16 +419,15 @@ class Program:
             elif site:
                 env |= zip(site.outs, self._emit(site, env), strict=True)
             else:
-                env |= zip(
-                    made.outs, self._bind(made, [env[r] for r in made.operands]), strict=True
-                )
+                env |= zip(made.outs, self._bind(made, [env[r] for r in made.operands]))
 
     def _emit(self, site: Site, env: dict[int, Any]) -> list[Any]:
         made = self.maker[site.outs[0]]
         try:
             with self._around(made):
                 results = site.emit(self._reader(site, env))
-                return [_fitted(y, self.avals[v]) for v, y in zip(site.outs, results, strict=True)]
+                pairs = zip(site.outs, results, strict=True)
+                return [fitted(y, self.avals[v]) for v, y in pairs]
         except Exception as error:
             raise SiteFailed(site, error) from error
 
@@ -550,7 +461,7 @@ class Program:
                 raise Theirs(error) from error
 
     def has_sites(self) -> bool:
-        """Whether anything is replaced in it."""
+        """Tells if anything is replaced in it."""
         return bool(self.sites) or any(
             body.program.has_sites() for bodies in self.bodies.values() for body in bodies
         )
@@ -563,7 +474,7 @@ class Program:
                 yield from body.program.all_programs()
 
     def depends(self, v: int, on: Iterable[int]) -> bool:
-        """Whether a value is computed from others."""
+        """Tells if a value is computed from others."""
         on = set(on)
         first = min((self.maker[o].index for o in on if o in self.maker), default=0)
         stack, seen = [v], set()
@@ -585,58 +496,6 @@ class Program:
 
     def described(self, equation: Equation) -> str:
         return f"{equation.params.get('name') or equation.name} at {line_of(equation.eqn)}"
-
-
-def rebuilt(
-    eqn: Any, given: list[Any], runs: Mapping[tuple[str, int], Callable[[Sequence[Any]], list[Any]]]
-) -> list[Any]:
-    """Returns the results of an equation, some of whose bodies other functions compute.
-
-    `runs` has these by parameter and place, as `native.jaxpr.bodies` names them.
-    """
-    if not runs:
-        return results_of(eqn, given)
-    name, params = name_of(eqn), dict(params_of(eqn))
-    if name == "shard_map":
-        options = {key: params[key] for key in ("mesh", "check_vma")}
-        options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
-        options |= {"axis_names": set(params["newly_manual_axes"])}
-        (run,) = runs.values()
-        return list(jax.shard_map(lambda *args: tuple(run(args)), **options)(*given))
-    if name in REMAT and not params["differentiated"]:
-        options = {key: params[key] for key in ("prevent_cse", "policy")}
-        (run,) = runs.values()
-        return jax.checkpoint(lambda *args: run(args), **options)(*given)
-    for key, i, body in bodies(eqn):
-        if (key, i) not in runs:
-            continue
-        operands = [v.aval for v in getattr(body, "jaxpr", body).invars]
-        again = jax.make_jaxpr(lambda *args, run=runs[key, i]: run(args))(*operands)
-        again = again if hasattr(body, "consts") else again.jaxpr
-        one = params[key]
-        params[key] = (*one[:i], again, *one[i + 1 :]) if isinstance(one, tuple) else again
-    return results_of(eqn.replace(params=params), given)
-
-
-def _fitted(y: Any, aval: Any) -> Any:
-    """Returns what a site has computed, if it has the type of what it stands for."""
-    y = jnp.asarray(y)
-    made = jax.typeof(y)
-    if made.shape != aval.shape or made.dtype != aval.dtype or made.weak_type != aval.weak_type:
-        raise Left(f"what replaces it is {made.str_short()}, not {aval.str_short()}")
-    if aval.sharding.mesh.explicit_axes and made.sharding.spec != aval.sharding.spec:
-        return jax.sharding.reshard(y, aval.sharding)
-    return y
-
-
-def explained(error: Exception) -> str:
-    """Returns the reason that a row gives for an error."""
-    text = str(error).strip().splitlines()
-    return (
-        text[0][:200]
-        if isinstance(error, Left) and text
-        else f"{type(error).__name__}: {text[0][:160] if text else ''}"
-    )
 
 
 # ---------------------------------------------------------------- equations
@@ -665,18 +524,19 @@ _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
 
 
 def is_inlined(eqn: Any) -> bool:
-    """Whether this is a jitted function that may be evaluated as a part of what calls it."""
-    if eqn.primitive.name not in JIT:
-        return False
+    """Tells if this is a jitted function that may be evaluated as a part of what calls it."""
     given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 
 
-def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
+def inner_programs(
+    eqn: Any, ins: Sequence[int], differentiated: bool = False
+) -> Iterator[tuple[str, int, Any, list[Any]]]:
     """Yields (parameter, place, program, operands) of the bodies in which parts may be replaced.
 
     Each operand is (value, whether it has that value all the time); a loop's slices have not, yet
-    they are parts of that value. What a loop carries is (-1, False).
+    they are parts of that value. What a loop carries is (-1, False). What a gradient
+    computes again is a body only if `differentiated`.
     """
     name, params = name_of(eqn), params_of(eqn)
     whole = [(v, True) for v in ins]
@@ -692,7 +552,7 @@ def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any
     elif name == "cond":
         for i, branch in enumerate(params["branches"]):
             yield "branches", i, branch, whole[1:]
-    elif name in REMAT and not params["differentiated"]:
+    elif name in REMAT and (differentiated or not params["differentiated"]):
         yield "jaxpr", 0, ClosedJaxpr(params["jaxpr"], ()), whole
     elif name == "shard_map":
         yield (

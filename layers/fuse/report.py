@@ -1,4 +1,4 @@
-"""What `fuse` says it did: a row for each site, printed as a table."""
+"""The report of `fuse`: a row for each site, printed as a table."""
 
 import collections
 import dataclasses
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of one part of a function's program.
+    """The fate of one part of a function's program.
 
     Attributes:
       where: its named scopes, and the line of the user's code that made it.
-      what: its domain ("attention", "loss", "norm", "mlp", "product", "indexing", "codes" of norms
-        for FP8 products) and sizes.
+      what: its domain ("attention", "loss", "norm", "mlp", "product", "indexing", "lookup", "codes"
+        of norms for FP8 products) and sizes.
       served: what computes it; "" where it stays as it was.
       reason: why it stays; else "".
     """
@@ -31,7 +31,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `fuse` did with a function; its printed form is a table, equal sites in one row.
+    """All that `fuse` did with a function; its printed form is a table, equal sites in one row.
 
     Attributes:
       rows: one for each site.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .constants import ELEMENTWISE
-from .labels import expand
+from .labels import expanded
 from .program import Equation
 
 ABSORBING = 1e16
@@ -60,7 +60,7 @@ _LAYOUT = (
 
 def keys(form: Any) -> frozenset[Any]:
     """Returns what a form's masks hide, whatever they write there."""
-    return frozenset((m.value, tuple(map(expand, m.dims)), m.keep) for m in form.base.masks)
+    return frozenset([(m.value, expanded(m.dims), m.keep) for m in form.base.masks])
 
 
 def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Row:
@@ -153,7 +153,7 @@ def _is_bad(value: Any) -> bool:
 
 
 def _times(back: Any, factor: Any) -> Any:
-    """What a gradient becomes that is multiplied by a number first."""
+    """Returns what becomes of a gradient that is multiplied by a number first."""
     z, _, n = back
     if _is_bad(factor):
         return n, n, n
@@ -178,7 +178,7 @@ def _elementwise(made: Equation, rows: list[Row], own: list[bool], masked: bool,
         value = _computed(made, name, values).astype(dtype)
     elif "mixed" not in kinds:
         large = [v for v in numbers if not abs(float(v)) < ABSORBING]
-        if name in ("add", "sub") and large:  # what is added to it is lost
+        if name in ("add", "sub") and large:  # it absorbs the other
             plain = [np.asarray(0, dtype) if isinstance(v, str) else v for v in values]
             value = _computed(made, name, plain).astype(dtype)
         elif any(map(_is_bad, numbers)):

@@ -1,4 +1,4 @@
-"""What values are in terms of the scores of one product: the algebra of softmaxes and of losses.
+"""Scores: values as Forms of one product's scores, by the algebra of softmaxes and of losses.
 
 Each value that derives from a product s gets a `Form`:
 
@@ -10,7 +10,6 @@ whatever ends as exp(s - lse), a cross-entropy whatever ends as lse - pick, howe
 What no rule knows has no Form, and stays as it is.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -20,185 +19,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .constants import ARITHMETIC
-from .indices import affine, two_valued
+from . import masks
+from .forms import MAXIMA, Form, Mixed, Scores, Term, plus, scaled
+from .indices import affine
 from .labels import (
     Dims,
     Label,
-    Labels,
     atoms,
     expand,
+    expanded,
     fresh,
     meet,
     moved,
     moved_back,
-    size,
+    shape_of,
 )
-from .program import Equation, Left, Program, Site, at_ends
+from .program import Equation, Program
 from .rows import Row, row_of
-
-SCORES = "scores"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """Where scores are replaced by a number, or have it added.
-
-    Attributes:
-      value, dims: the booleans.
-      keep: what they are where the scores stay.
-      fill: the number. It has gone through what the scores went through.
-      added: it is added to the scores, which then count in a row without any other.
-      changed: a bias was added after it: a row of fills is not uniform.
-    """
-
-    value: int
-    dims: Dims
-    keep: bool
-    fill: float
-    added: bool = False
-    changed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """scale · lhs·rhs, or scale · tanh(inner · lhs·rhs); plus biases; masked.
-
-    Attributes:
-      dot: the product.
-      biases: (value, labels, factor) of what is added.
-    """
-
-    dot: Equation
-    scale: float = 1.0
-    inner: float | None = None
-    biases: tuple[tuple[int, Dims, float], ...] = ()
-    masks: tuple[Mask, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """A function of scores that is constant along an axis: "max", "lse", "pick" or "total".
-
-    A maximum under `stop_gradient` is "stopped", another term: the two differ in their gradients.
-
-    Attributes:
-      labels: (value, labels) of the positions of a pick.
-      outside: what such a position gives where it is outside the axis: "0", "clip", "nan", or
-        "drop", which clips and has no gradient; with "all", the log-sum-exp is picked with it, as
-        of log-probabilities.
-    """
-
-    kind: str
-    base: Scores
-    axis: frozenset[Label]
-    labels: tuple[int, Dims] | None = None
-    outside: str = ""
-
-
-Terms = frozenset[tuple[Term, float]]
-MAXIMA = "max", "stopped"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """exp(scores + terms) · v."""
-
-    product: Equation
-    side: int  # v's side of the product
-    dims: Dims  # v's
-    axis: Labels
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """What losses are multiplied by: an array, or a mask that selects them (`select`)."""
-
-    value: int
-    dims: Dims
-    select: bool = False
-    keep: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """along · scores + terms, or its exponential.
-
-    Attributes:
-      hot: it is multiplied by an array of two numbers, a one-hot array: (value, labels) of the
-        positions, the axis, the number elsewhere, and there.
-      summed: what labels it was summed over.
-      mixed: the product with v, of an exponential.
-      safe: a maximum was subtracted before the exponential, which cannot overflow then.
-      weights: what losses were multiplied by, before they were summed.
-    """
-
-    base: Scores
-    dims: Dims
-    along: float = 1.0
-    terms: Terms = frozenset()
-    exp: bool = False
-    hot: Any = None
-    summed: frozenset[Label] = frozenset()
-    mixed: Mixed | None = None
-    safe: bool = False
-    weights: tuple[Weight, ...] = ()
-
-    @property
-    def soft(self) -> bool:
-        """Whether it is an exponential of the scores along their axis."""
-        return self.exp and self.along == 1 and not self.mixed and not self.hot
-
-    @property
-    def is_maximum(self) -> bool:
-        return (
-            not self.exp
-            and not self.along
-            and bool(self.terms)
-            and all(t.kind in MAXIMA for t, _ in self.terms)
-        )
-
-    @property
-    def is_attention(self) -> bool:
-        if self.mixed is None or not self.exp:
-            return False
-        lse = Term("lse", self.base, frozenset(expand(self.mixed.axis)))
-        return self.terms == {(lse, -1.0)}
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether it is log-sum-exps and picked elements alone, of the same scores and axis."""
-        if self.exp or self.along or self.hot or self.mixed or not self.terms:
-            return False
-        places = {(t.base, t.axis) for t, _ in self.terms}
-        labels = {(t.labels, t.outside) for t, _ in self.terms if t.kind == "pick"}
-        return (
-            len(places) == 1
-            and len(labels) <= 1
-            and all(t.kind not in MAXIMA for t, _ in self.terms)
-        )
-
-
-def plus(a: Terms, b: Terms, factor: float = 1.0) -> Terms:
-    """Returns a + factor · b; what cancels is gone, but for a pick that may be NaN."""
-    total, largest = dict(a), {t: abs(f) for t, f in a}
-    for term, f in b:
-        total[term] = total.get(term, 0.0) + factor * f
-        largest[term] = max(largest.get(term, 0.0), abs(factor * f))
-    stays = lambda t, f: abs(f) > ARITHMETIC * largest[t] or t.outside.endswith("nan")
-    return frozenset((t, f) for t, f in total.items() if stays(t, f))
-
-
-def scaled(form: Form, c: float) -> Form | None:
-    """Returns a form times a number."""
-    if form.exp or c == 0 or not math.isfinite(c):
-        return None
-    s = form.base
-    if form.along == 1 and not form.terms and not form.hot and c > 0:
-        biases = tuple((v, dims, f * c) for v, dims, f in s.biases)
-        masks = tuple(replace(m, fill=m.fill * c) for m in s.masks)
-        return replace(form, base=replace(s, scale=s.scale * c, biases=biases, masks=masks))
-    return replace(form, along=form.along * c, terms=plus(frozenset(), form.terms, c))
+from .sites import Left, Site, at_ends
 
 
 class ScoreForms:
@@ -207,7 +45,7 @@ class ScoreForms:
     def __init__(self, program: Program):
         self.program = program
         self.of: dict[int, Form] = {}
-        self.rows: dict[int, Row] = {}  # what those are that see nothing
+        self.rows: dict[int, Row] = {}  # those that see nothing
         self.applied: list[Any] = []  # the masks of one equation
         self.sides: dict[Equation, list[Dims]] = {}  # the labels of a product's operands
         self.made: set[int] = set()  # computed by sites of other domains
@@ -222,7 +60,7 @@ class ScoreForms:
         self.applied = []
         form = rule(self, equation, *forms)
         out = self.program.avals[equation.outs[0]]
-        if form is not None and tuple(map(size, form.dims)) == out.shape:
+        if form is not None and shape_of(form.dims) == out.shape:
             self.of[equation.outs[0]] = form
             row = row_of(self, equation, form, frozenset(self.applied))
             self.rows[equation.outs[0]] = row
@@ -275,7 +113,7 @@ class ScoreForms:
             if back is None:
                 break
             v, dims = source, tuple(back)
-        return v, tuple(map(expand, dims)), factor, dtype
+        return v, expanded(dims), factor, dtype
 
 
 # ---------------------------------------------------------------- one rule for each primitive
@@ -326,7 +164,7 @@ def _picked(g: ScoreForms, made: Equation, forms: Any) -> Form | None:
         inner = g.program.maker.get(pred)
         if inner is None or inner.name != "convert_element_type":
             continue
-        hot = _one_hot(g, replace(form, dims=dims), inner.ins[0], at)
+        hot = masks.one_hot(g, replace(form, dims=dims), inner.ins[0], at)
         axis = frozenset(expand(form.dims[own[0]]))
         if hot is None or hot.hot[1] != axis or any(t.axis != axis for t, _ in form.terms):
             continue
@@ -390,179 +228,13 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
             if number == 1 and not first and sign < 0 and form.exp and not form.along:
                 return replace(form, terms=plus(frozenset(), form.terms, -1.0))
             if number is None and made.name == "mul":
-                return _multiplied(g, form, other)
+                return masks.multiplied(g, form, other)
         elif number == 0 and (first or sign > 0):
             return form
         elif not form.exp and form.along == 1 and not form.terms and not form.hot:
-            return _biased(g, form, other, sign) if first or sign > 0 else None
+            return masks.biased(g, form, other, sign) if first or sign > 0 else None
         elif number == 0 and not first:
             return scaled(form, -1.0)
-    return None
-
-
-def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
-    """A form times an array: of a mask, a one-hot array, or the weights of losses."""
-    if form.mixed or not _fits(g, other, form):
-        return None
-    if form.along and form.exp:
-        pred, dims = _booleans(g, other, form)
-        return pred and _masked(g, form, pred, dims, True, -math.inf)
-    if form.exp or form.summed:
-        return None
-    if form.along and not form.hot:
-        pred, dims = _booleans(g, other, form)
-        if pred and (hot := _one_hot(g, form, pred, dims)) is not None:
-            return hot
-        if (two := two_valued(g.program, other, form.dims)) is not None:  # smoothed labels
-            hot = _one_hot(g, form, two.mask, two.dims)
-            return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
-    elif form.hot or form.is_loss:
-        return _weighted(g, form, other)
-    made = g.program.maker.get(other)
-    if made is not None and made.name == "mul" and form.along:  # a one-hot array with weights
-        for a, b in (made.ins, made.ins[::-1]):
-            first = _multiplied(g, form, a)
-            if first is not None and first.hot:
-                return _multiplied(g, first, b)
-    return None
-
-
-def _booleans(g: ScoreForms, v: int, form: Form) -> Any:
-    """(mask, labels) of an array that is 1 where a mask is true and 0 elsewhere; else None."""
-    two = two_valued(g.program, v, form.dims)
-    if two is None or two.numbers != (0, 1) or not two.no.exact or not two.yes.exact:
-        return None, None
-    return two.mask, two.dims
-
-
-def _fits(g: ScoreForms, v: int, form: Form) -> bool:
-    """Whether an array has a form's dimensions, or 1 in the place of some."""
-    shape, sizes = g.program.avals[v].shape, tuple(map(size, form.dims))
-    return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
-
-
-def _weighted(
-    g: ScoreForms, form: Form, other: int, select: bool = False, keep: bool = True
-) -> Form | None:
-    v, dims, *_ = g.peel(other, form.dims)
-    rows = set(atoms(form.dims)) - (form.hot[1] if form.hot else set())
-    if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
-        return None
-    return replace(form, weights=(*form.weights, Weight(v, dims, select, keep)))
-
-
-def _biased(g: ScoreForms, form: Form, other: int, sign: float) -> Form | None:
-    """scores + other: a bias, or a mask that was written as 0 and a large negative number."""
-    if not _fits(g, other, form):
-        return None
-    v, dims, factor, _ = g.peel(other, form.dims, scale=True)
-    made = g.program.maker.get(v)
-    if made is not None and made.name in ("add", "sub") and factor == 1:  # several at once
-        shape = g.program.avals[v].shape
-        parts = [g.program.avals[u] for u in made.ins]
-        whole = all(
-            len(a.shape) == len(shape) and all(n in (1, m) for n, m in zip(a.shape, shape))
-            for a in parts
-        )
-        if whole and all(g.program.number(u) is None for u in made.ins):
-            first = _added(g, form, made.ins[0], dims, sign)
-            second = sign if made.name == "add" else -sign
-            return first and _added(g, first, made.ins[1], dims, second)
-    return _added(g, form, other, form.dims, sign)
-
-
-def _added(g: ScoreForms, form: Form, other: int, dims: Dims, sign: float) -> Form | None:
-    """scores + an array with these labels."""
-    if (two := two_valued(g.program, other, dims)) is not None:
-        no, yes = (sign * x for x in two.numbers)
-        if max(no, yes) == 0 and min(no, yes) < 0:
-            return _masked(g, form, two.mask, two.dims, yes == 0, min(no, yes), added=True)
-    v, dims, factor, _ = g.peel(other, dims, scale=True)
-    masks = tuple(replace(m, changed=True) for m in form.base.masks)
-    biases = (*form.base.biases, (v, dims, factor * sign))
-    return replace(form, base=replace(form.base, biases=biases, masks=masks))
-
-
-def _masked(
-    g: ScoreForms,
-    form: Form,
-    pred: int,
-    dims: Dims,
-    keep: bool,
-    fill: float,
-    added: bool = False,
-) -> Form | None:
-    """scores where a mask has the value `keep`, `fill` elsewhere; of exponentials 0 there."""
-    if g.program.avals[pred].ndim == 0 or len(dims) != g.program.avals[pred].ndim:
-        return None
-    if form.along != 1 or form.terms and not form.exp:
-        return None
-    v, dims, *_ = g.peel(pred, dims)
-    if not set(atoms(dims)) <= set(atoms(form.dims)):
-        return None
-    again = functools.partial(_masked, g, fill=fill, added=added)
-    two = two_valued(g.program, v, dims)
-    if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
-        return again(form, two.mask, two.dims, yes == keep)
-    made, name = g.program.made(v)
-    whole = lambda u: g.program.avals[u].shape == g.program.avals[v].shape
-    if name == ("and" if keep else "or") and all(map(whole, made.ins)):
-        # Each part by itself: one of them may be constant. A row's fill is the same for all.
-        if not added:
-            first = again(form, made.ins[0], dims, keep)
-            return first and again(first, made.ins[1], dims, keep)
-    g.applied.append((v, dims, keep))
-    mask, masks = Mask(v, dims, keep, fill, added), form.base.masks
-    if mask in masks:
-        return form
-    return replace(form, base=replace(form.base, masks=(*masks, mask)))
-
-
-def _one_hot(g: ScoreForms, form: Form, pred: int, dims: Dims) -> Form | None:
-    """scores where `labels == iota`, 0 elsewhere."""
-    made = g.program.maker.get(pred)
-    if made is None or made.name != "eq" or form.weights:
-        return None
-    for labels, count in (made.ins, made.ins[::-1]):
-        if g.program.avals[labels].ndim != len(dims) or g.program.avals[count].ndim != len(dims):
-            continue
-        v, at, *_ = g.peel(labels, dims)
-        axis = tuple(l for l in atoms(form.dims) if l not in atoms(at))
-        found = affine(g.program, count)
-        if (
-            found is None
-            or found.constant
-            or not jnp.issubdtype(g.program.avals[v].dtype, jnp.integer)
-        ):
-            continue
-        steps = [i for i, c in enumerate(found.coefficients) if c]
-        if len(steps) == 1 and found.coefficients[steps[0]] == 1 and expand(dims[steps[0]]) == axis:
-            return replace(form, hot=((v, at), frozenset(axis), 0.0, 1.0))
-    return None
-
-
-def _select(g: ScoreForms, made: Equation, _: Any, no: Form | None, yes: Form | None, *more: Any):
-    """A form or a number: `rows.py` proves what is left of a row that has the number alone."""
-    if more or g.program.avals[made.ins[0]].dtype != jnp.bool_ or no and yes:
-        return None
-    for form, other, keep in ((yes, made.ins[1], True), (no, made.ins[2], False)):
-        if form is None or form.mixed or form.hot:
-            continue
-        c = g.program.number(other)
-        if c is None:
-            continue
-        pred = g.program.maker.get(made.ins[0])
-        if keep and form.is_maximum and pred is not None and pred.name == "is_finite":
-            if g.of.get(pred.ins[0]) == form:  # logsumexp: rows of infinities
-                return form
-        if form.along == 1 and not form.exp and c < 0:
-            return _masked(g, form, made.ins[0], form.dims, keep, c)
-        if form.along and form.exp and c == 0:
-            return _masked(g, form, made.ins[0], form.dims, keep, -math.inf)
-        if form.along and not form.exp and c == 0 and keep:
-            return _one_hot(g, form, made.ins[0], form.dims)
-        if form.is_loss and not form.summed and c == 0 and g.program.avals[made.ins[0]].ndim:
-            return _weighted(g, form, made.ins[0], select=True, keep=keep)
     return None
 
 
@@ -664,7 +336,7 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     axis = frozenset(expand(form.dims[i]))
     if set(atoms(dims)) | axis != set(atoms(form.dims)) or set(atoms(dims)) & axis or not axis:
         return None
-    if any(t.axis != axis for t, _ in form.terms) or tuple(map(size, dims)) != out.shape:
+    if any(t.axis != axis for t, _ in form.terms) or shape_of(dims) != out.shape:
         return None
     v, at, *_ = g.peel(column, (*[r or () for r in rows], ()))
     mode, fill = str(made.params["mode"]), made.params.get("fill_value")
@@ -726,8 +398,9 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
         case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
             return replace(form, terms=plus(frozenset(), form.terms, -1.0))
         case "tanh" if form.along == 1 and not form.exp and not form.terms:
-            if s == Scores(s.dot, s.scale):
-                return replace(form, base=Scores(s.dot, 1.0, s.scale))
+            if s == Scores(s.dot, s.scale, biases=s.biases, added=s.added):
+                capped = Scores(s.dot, 1.0, s.scale, capped=s.biases, added=s.added)
+                return replace(form, base=capped)
     return None
 
 
@@ -742,7 +415,7 @@ def _maximum(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
 RULES = {
     "custom_jvp_call": _call,
     "dot_general": _dot,
-    "select_n": _select,
+    "select_n": masks.select,
     "gather": _gather,
     "max": _maximum,
 }

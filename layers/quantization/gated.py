@@ -11,16 +11,16 @@ is 1, and there is no dup. Values are float32 until they are encoded.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...native.compiler import Source, kernel_source
 from ...native.dtypes import CUDA_TYPES
 from ...native.implementation import Order, Unsupported
-from ...native.kernel import Kernel
+from ...native.kernel import Body, Kernel
 from ...native.launch import Target, launch
+from ..core.activations import Scalar, with_activation
 from ..core.op import Dims, Op, Split, batch_at
 from .quantize import (
     AMAX_THREADS,
@@ -29,7 +29,6 @@ from .quantize import (
     CastLayout,
     Codes,
     as_bytes,
-    by_flags,
     code_types,
     cpu_amax,
     cpu_cast,
@@ -42,9 +41,6 @@ from .quantize import (
 )
 from .quantize import amax_kernel as matrix_amax_kernel
 
-if TYPE_CHECKING:  # the layers of `dense` import this module
-    from ..dense.epilogue import Scalar
-
 _AMAX_LAYOUT = AmaxLayout(unroll=2)
 
 
@@ -52,15 +48,10 @@ _AMAX_LAYOUT = AmaxLayout(unroll=2)
 class Gated:
     """The static description of a quantized activation, or of its gradients."""
 
-    function: "Scalar"  # the activation
+    function: Scalar  # the activation
     op: str = "gated_product"  # the function the user called
     # The activation is multiplied by a second array; kernels see that from their operands.
     has_up: bool = True
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """Keywords of definitions and bodies."""
-        return {"function": self.function}
 
 
 def gradient_bounds(
@@ -102,72 +93,59 @@ def limit(maximum: jax.Array, scale: jax.Array, slope: float = 1.0) -> jax.Array
 
 # ---------------------------------------------------------------- definitions
 
-_BOTH = Codes().flags
-_AS_IT_LIES, _TRANSPOSED = Codes(has_qt=False).flags, Codes(has_q=False).flags
+_BOTH, _AS_IT_LIES, _TRANSPOSED = Codes(), Codes(has_qt=False), Codes(has_q=False)
 
 
-def define_h(*arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
+def define_h(spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
     """`(a[, up]) -> (h, activation(a))`, float32."""
     a, *up = [array.astype(jnp.float32) for array in arrays]
-    value = function(a)
+    value = spec.function(a)
     return [value * up[0] if up else value, value]
 
 
-def define_gradients(
-    dh: jax.Array, a: jax.Array, *up: jax.Array, function: "Scalar"
-) -> list[jax.Array]:
+def define_gradients(spec: Gated, dh: jax.Array, a: jax.Array, *up: jax.Array) -> list[jax.Array]:
     """`(dh, a[, up]) -> (da[, dup])`, float32."""
     dh, *arrays = [array.astype(jnp.float32) for array in (dh, a, *up)]
-    value, pull = jax.vjp(function, arrays[0])
+    value, pull = jax.vjp(spec.function, arrays[0])
     (da,) = pull(dh * arrays[1] if up else dh)
     return [da, dh * value] if up else [da]
 
 
 def _meant(codes: Sequence[jax.Array], scales: Sequence[jax.Array]) -> list[jax.Array]:
-    """What bytes mean, float32."""
+    """Returns the float32 numbers that bytes mean."""
     return [decoded(q).astype(jnp.float32) * scale for q, scale in zip(codes, scales, strict=True)]
 
 
-def _again(cast, *arrays: jax.Array, bound: jax.Array, function: "Scalar") -> list[jax.Array]:
+def _again(cast: Body, spec: Gated, *arrays: jax.Array, bound: jax.Array) -> list[jax.Array]:
     """`(qt, scale)` of h, computed again from what codes say, with the bound of the first h.
 
     Beyond the largest code's number it is that number: h was not larger, so that is closer.
     """
-    h = define_h(*arrays, function=function)[0]
-    largest = E4M3.largest * scale_of(bound, E4M3)
+    h = define_h(spec, *arrays)[0]
+    largest = (E4M3.largest * scale_of(bound, E4M3)).reshape(())
     h = jnp.where(jnp.abs(h) < jnp.inf, jnp.clip(h, -largest, largest), h)
-    return cast(h, bound, **_TRANSPOSED)
+    return list(cast(_TRANSPOSED, h, bound))
 
 
-def _amax_by(amax):
-    def maxima(*arrays, function):
-        h, value = define_h(*arrays, function=function)
-        every = h, *arrays, *[value] * (len(arrays) > 1)
-        return [amax(array)[0] for array in every]
-
-    return maxima
+def _maxima(amax: Body, spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
+    h, value = define_h(spec, *arrays)
+    return [amax(_BOTH, array)[0] for array in (h, *arrays, *[value] * (len(arrays) > 1))]
 
 
-def _forward_by(cast):
-    def forward(*operands, function):
-        *arrays, bounds = operands
-        every = define_h(*arrays, function=function)[0], *arrays
-        pairs = [cast(x, bounds[i : i + 1], **_AS_IT_LIES) for i, x in enumerate(every)]
-        return [r for pair in pairs for r in pair]
-
-    return forward
+def _forward(cast: Body, spec: Gated, *operands: jax.Array) -> list[jax.Array]:
+    *arrays, bounds = operands
+    every = define_h(spec, *arrays)[0], *arrays
+    pairs = [cast(_AS_IT_LIES, x, bounds[i : i + 1]) for i, x in enumerate(every)]
+    return [r for pair in pairs for r in pair]
 
 
-def _gradient_by(cast):
-    def gradient(*operands, function):
-        dh, *codes, scales, bounds = operands
-        arrays = _meant(codes, scales)
-        found = define_gradients(dh, *arrays, function=function)
-        triples = [cast(d, bounds[i : i + 1], **_BOTH) for i, d in enumerate(found)]
-        last = _again(cast, *arrays, bound=bounds[-1:], function=function)
-        return [r for results in (*triples, last) for r in results]
-
-    return gradient
+def _gradient(cast: Body, spec: Gated, *operands: jax.Array) -> list[jax.Array]:
+    dh, *codes, scales, bounds = operands
+    arrays = _meant(codes, scales)
+    found = define_gradients(spec, dh, *arrays)
+    triples = [cast(_BOTH, d, bounds[i : i + 1]) for i, d in enumerate(found)]
+    last = _again(cast, spec, *arrays, bound=bounds[-1:])
+    return [r for results in (*triples, last) for r in results]
 
 
 # ---------------------------------------------------------------- kernels
@@ -184,13 +162,6 @@ def layout(target: Target, *, gradient: bool, has_up: bool) -> CastLayout:
     return CastLayout(width=32, batch=2, min_blocks=2, group=1)
 
 
-@functools.cache
-def _source(name: str, function: "Scalar") -> Source:
-    file = kernel_source(name)
-    text = f'#include "scalar.cuh"\n{function.code()}#line 1 "{file.name}"\n{file.text}'
-    return dataclasses.replace(file, text=text)
-
-
 def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     return {
         "X_TYPE": CUDA_TYPES[x.dtype.name],
@@ -199,13 +170,13 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     }
 
 
-def cuda_amax(target: Target, *arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
-    """`define_maxima` on a GPU."""
+def cuda_amax(target: Target, spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
+    """`(a[, up]) -> maxima` on a GPU."""
     size, count = arrays[0].size, 2 * len(arrays)
     blocks = _AMAX_LAYOUT.blocks(size, arrays[0].dtype.itemsize, target)
     macros = _macros(arrays[0], len(arrays) > 1)
     (maxima,) = launch(
-        _source("quantize_gated_amax.cu", function),
+        with_activation("quantize_gated_amax.cu", spec.function),
         "quantize_gated_amax",
         arrays,
         [jax.ShapeDtypeStruct((count, blocks), jnp.float32)],
@@ -219,27 +190,27 @@ def cuda_amax(target: Target, *arrays: jax.Array, function: "Scalar") -> list[ja
     return [largest[i] for i in range(count)]
 
 
-def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scalar"):
-    if gradient and not function.derivative:
-        raise Unsupported(f"the activation {function.name} has no derivative in C++")
+def _cuda(gradient: bool, target: Target, spec: Gated, *operands: jax.Array) -> list[jax.Array]:
+    if gradient and not spec.function.derivative:
+        raise Unsupported(f"the activation {spec.function.name} has no derivative in C++")
     # One array holds all numbers: a kernel makes them.
     arrays, numbers = operands[: -1 - gradient], jnp.concatenate(operands[-1 - gradient :])
     wide, has_up = arrays[0], len(arrays) == 2 + gradient
     if wide.size == 0:
-        return (define_gradient if gradient else define_forward)(*operands, function=function)
+        return list((gradient_kernel if gradient else forward_kernel).definition(spec, *operands))
     chosen = layout(target, gradient=gradient, has_up=has_up)
     rows, columns = wide.shape
-    types = functools.partial(code_types, rows, columns)
-    results = types(**(_BOTH if gradient else _AS_IT_LIES)) * (2 - gradient + has_up)
-    results += types(**_TRANSPOSED) if gradient else []
+    results = code_types(_BOTH if gradient else _AS_IT_LIES, rows, columns)
+    results *= 2 - gradient + has_up
+    results += code_types(_TRANSPOSED, rows, columns) if gradient else []
     macros = _macros(wide, has_up) | {"GRADIENT": int(gradient)}
     return launch(
-        _source("quantize_gated.cu", function),
+        with_activation("quantize_gated.cu", spec.function),
         "quantize_gated",
         [*arrays, numbers],
         results,
         target=target,
-        macros=macros | tile_macros(chosen, rows, columns, **_BOTH),
+        macros=macros | tile_macros(chosen, _BOTH, rows, columns),
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
         shared=chosen.shared * (2 + has_up) if gradient else 0,
@@ -249,14 +220,22 @@ def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scala
 
 cuda_forward = functools.partial(_cuda, False)
 cuda_gradient = functools.partial(_cuda, True)
-define_maxima, define_forward = _amax_by(define_amax), _forward_by(define_cast)
-define_gradient = _gradient_by(define_cast)
-amax_kernel = by_flags("quantize_gated_amax", define_maxima, _amax_by(cpu_amax), cuda_amax)
+
+
+def _kernel(name: str, body: Body, define: Body, cpu: Body, cuda: Body) -> Kernel:
+    """Returns a kernel that is a body by the matrices' kernels, but for CUDA."""
+    by = functools.partial
+    return Kernel(name, by(body, define), {"cpu": by(body, cpu), "cuda": cuda})
+
+
+amax_kernel = _kernel(
+    "quantize_gated_amax", _maxima, lambda codes, x: define_amax(x), cpu_amax, cuda_amax
+)
 """`(a[, up]) -> (h, a[, up, activation(a)])`, the maximum of each."""
-forward_kernel = by_flags("quantize_gated", define_forward, _forward_by(cpu_cast), cuda_forward)
+forward_kernel = _kernel("quantize_gated", _forward, define_cast, cpu_cast, cuda_forward)
 """`(a[, up], bounds) -> (q, scale)` of h, a and up, each with its own of the first bounds."""
-gradient_kernel = by_flags(
-    "quantize_gated_gradient", define_gradient, _gradient_by(cpu_cast), cuda_gradient
+gradient_kernel = _kernel(
+    "quantize_gated_gradient", _gradient, define_cast, cpu_cast, cuda_gradient
 )
 """`(dh, a[, up], scales, bounds) -> (q, qt, scale)` of da and dup, and `(qt, scale)` of h.
 
@@ -265,7 +244,7 @@ a and up are bytes with these scales; the bounds are of da, dup and h.
 
 
 def examples(
-    n: int, dtype: str, *, rows: int, function: "Scalar"
+    n: int, dtype: str, *, rows: int, function: Scalar
 ) -> Iterator[tuple[Kernel, Gated, list[jax.ShapeDtypeStruct]]]:
     """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types)."""
     floats = lambda count: jax.ShapeDtypeStruct((count,), "float32")
@@ -305,8 +284,8 @@ def _dims(names: Sequence[str], ndim: int) -> list[tuple[int, ...]]:
 
 
 def _define_hidden(spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
-    maxima = define_maxima(*_matrices(arrays), **spec.flags)
-    return _hidden_by(spec, functools.partial(define_forward, **spec.flags), maxima, arrays)
+    maxima = amax_kernel.definition(spec, *_matrices(arrays))
+    return _hidden_by(spec, functools.partial(forward_kernel.definition, spec), maxima, arrays)
 
 
 def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list[jax.Array]:
@@ -333,7 +312,7 @@ def _hidden_dims(spec: Gated, ndim: int) -> Dims:
 
 
 def _define_hidden_gradients(spec: Gated, dh: jax.Array, *kept: jax.Array) -> list[jax.Array]:
-    kernel = functools.partial(define_gradient, **spec.flags)
+    kernel = functools.partial(gradient_kernel.definition, spec)
     return _gradients_by(spec, kernel, *define_amax(dh), dh, *kept)
 
 
@@ -365,7 +344,7 @@ def hidden_codes(spec: Gated, *kept: jax.Array) -> list[jax.Array]:
     """`(qt, scale)` of h by what `hidden` left for the backward, in plain JAX."""
     *pairs, _, _, h = kept
     arrays = _meant(pairs[::2], pairs[1::2])
-    codes = _again(define_cast, *_matrices(arrays), bound=h.reshape(1), function=spec.function)
+    codes = _again(define_cast, spec, *_matrices(arrays), bound=h.reshape(1))
     return _restored(codes, ("qt", "scale"), arrays[0])
 
 

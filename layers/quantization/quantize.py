@@ -10,7 +10,7 @@ float8_e4m3fn, which has numbers to 448, for a format that ends at 240 (jax-ml/j
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,6 +51,17 @@ E5M2 = Format("float8_e5m2", 2, 15, 57344.0, 61440.0)
 FORMATS = {format.dtype: format for format in (E4M3, E5M2)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """The static description of a quantized matrix."""
+
+    dtype: str = "float8_e4m3fn"  # the format's name
+    # has_q, has_qt: whether the codes as they lie and their transpose are results.
+    has_q: bool = True
+    has_qt: bool = True
+    op: str = "quantize"  # the function the user called
+
+
 def define_amax(x: jax.Array) -> list[jax.Array]:
     """`(x,) -> (maximum (1,),)`: the largest magnitude among finite elements, float32."""
     bits = _magnitude_bits(x.astype(jnp.float32))
@@ -59,24 +70,22 @@ def define_amax(x: jax.Array) -> list[jax.Array]:
     return [_as_float(largest).reshape(1)]
 
 
-def define_cast(
-    x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
-) -> list[jax.Array]:
+def define_cast(codes: Codes, x: jax.Array, maxima: jax.Array) -> list[jax.Array]:
     """`(x, maxima) -> ([q,] [qt,] scale (1,))`."""
-    format = FORMATS[dtype]
+    format = FORMATS[codes.dtype]
     bound = _as_float(jnp.max(_magnitude_bits(maxima), initial=0))
     shift = exponent_of(bound, format)
     finite = _magnitude_bits(bound) < 0x7F800000
     nan = _as_float(jnp.int32(_FLOAT32_NAN))
     multiplier = jnp.where(finite, _as_float((127 + shift) << 23), nan)
-    codes = encode(x.astype(jnp.float32) * multiplier, format)
-    results = [codes] * has_q + [codes.T] * has_qt
+    q = encode(x.astype(jnp.float32) * multiplier, format)
+    results = [q] * codes.has_q + [q.T] * codes.has_qt
     return [*results, scale_of(bound, format).reshape(1)]
 
 
-def define_quantize(x: jax.Array, *, dtype: str, has_q: bool, has_qt: bool) -> list[jax.Array]:
+def define_quantize(codes: Codes, x: jax.Array) -> list[jax.Array]:
     """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
-    return define_cast(x, *define_amax(x), dtype=dtype, has_q=has_q, has_qt=has_qt)
+    return define_cast(codes, x, *define_amax(x))
 
 
 def exponent_of(bound: jax.Array, format: Format) -> jax.Array:
@@ -128,22 +137,6 @@ _LARGE = 7 << 25  # bytes: more tiles than the multiprocessors take in a few rou
 
 
 @dataclasses.dataclass(frozen=True)
-class Codes:
-    """The static description of a quantized matrix."""
-
-    dtype: str = "float8_e4m3fn"  # the format's name
-    # has_q, has_qt: whether the codes as they lie and their transpose are results.
-    has_q: bool = True
-    has_qt: bool = True
-    op: str = "quantize"  # the function the user called
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """Keywords of casts."""
-        return {"dtype": self.dtype, "has_q": self.has_q, "has_qt": self.has_qt}
-
-
-@dataclasses.dataclass(frozen=True)
 class CastLayout:
     """How the threads of quantize_cast.cu share a matrix."""
 
@@ -182,10 +175,7 @@ class AmaxLayout:
         return max(1, min(wanted, self.blocks_each * target.multiprocessors))
 
 
-def amax_layout(size: int, itemsize: int, target: Target) -> AmaxLayout:
-    """The layout that was measured to be best; so far the same for all."""
-    del size, itemsize, target
-    return AmaxLayout()
+AMAX_LAYOUT = AmaxLayout()
 
 
 def cast_layout(rows: int, columns: int, itemsize: int, target: Target) -> CastLayout:
@@ -198,14 +188,12 @@ def cast_layout(rows: int, columns: int, itemsize: int, target: Target) -> CastL
     return CastLayout(batch=batch, min_blocks=blocks)
 
 
-def tile_macros(
-    layout: CastLayout, rows: int, columns: int, *, dtype: str, has_q: bool, has_qt: bool
-) -> dict[str, int]:
+def tile_macros(layout: CastLayout, codes: Codes, rows: int, columns: int) -> dict[str, int]:
     """The macros of fp8_tile.cuh."""
     return {
-        "E5M2": int(dtype == "float8_e5m2"),
-        "HAS_Q": int(has_q),
-        "HAS_QT": int(has_qt),
+        "E5M2": int(codes.dtype == "float8_e5m2"),
+        "HAS_Q": int(codes.has_q),
+        "HAS_QT": int(codes.has_qt),
         "BLOCK_X": layout.width,
         "BLOCK_Y": layout.height,
         "BATCH": layout.batch,
@@ -216,8 +204,7 @@ def tile_macros(
 
 def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
     """The largest magnitude that each block finds; the largest of them is that of x."""
-    layout = amax_layout(x.size, x.dtype.itemsize, target)
-    blocks = layout.blocks(x.size, x.dtype.itemsize, target)
+    blocks = AMAX_LAYOUT.blocks(x.size, x.dtype.itemsize, target)
     (maxima,) = launch(
         "quantize_amax.cu",
         "quantize_amax",
@@ -227,7 +214,7 @@ def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
         macros={
             "X_TYPE": CUDA_TYPES[x.dtype.name],
             "THREADS": AMAX_THREADS,
-            "UNROLL": layout.unroll,
+            "UNROLL": AMAX_LAYOUT.unroll,
         },
         grid=blocks,
         block=AMAX_THREADS,
@@ -236,68 +223,55 @@ def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
     return maxima
 
 
-def cuda_amax(target: Target, x: jax.Array) -> list[jax.Array]:
+def _cuda_amax(target: Target, codes: Codes, x: jax.Array) -> list[jax.Array]:
     maxima = cuda_maxima(target, x)
     return [maxima if maxima.size == 1 else jnp.max(maxima, keepdims=True)]
 
 
-def cuda_cast(
-    target: Target,
-    x: jax.Array,
-    maxima: jax.Array,
-    *,
-    dtype: str,
-    has_q: bool,
-    has_qt: bool,
-) -> list[jax.Array]:
+def cuda_cast(target: Target, codes: Codes, x: jax.Array, maxima: jax.Array) -> list[jax.Array]:
     if x.size == 0:  # there is nothing to launch, but a scale
-        return define_cast(x, maxima, dtype=dtype, has_q=has_q, has_qt=has_qt)
+        return define_cast(codes, x, maxima)
     rows, columns = x.shape
     layout = cast_layout(rows, columns, x.dtype.itemsize, target)
-    types = code_types(rows, columns, dtype, has_q, has_qt)
-    macros = tile_macros(layout, rows, columns, dtype=dtype, has_q=has_q, has_qt=has_qt)
+    macros = {"X_TYPE": CUDA_TYPES[x.dtype.name]} | tile_macros(layout, codes, rows, columns)
     return launch(
         "quantize_cast.cu",
         "quantize_cast",
         [x, maxima],
-        types,
+        code_types(codes, rows, columns),
         target=target,
-        macros={"X_TYPE": CUDA_TYPES[x.dtype.name]} | macros,
+        macros=macros,
         grid=layout.blocks(rows, columns),
         block=layout.width * layout.height,
-        shared=layout.shared if has_qt else 0,
+        shared=layout.shared if codes.has_qt else 0,
         ints=(rows, columns, maxima.size, layout.group),
     )
 
 
-def cuda_quantize(target: Target, x: jax.Array, **flags) -> list[jax.Array]:
+def cuda_quantize(target: Target, codes: Codes, x: jax.Array) -> list[jax.Array]:
     """Two launches: every block of the second takes the maximum of the first one's maxima."""
-    return cuda_cast(target, x, cuda_maxima(target, x), **flags)
+    return cuda_cast(target, codes, x, cuda_maxima(target, x))
 
 
-def cpu_amax(x: jax.Array) -> list[jax.Array]:
+def cpu_amax(codes: Codes, x: jax.Array) -> list[jax.Array]:
     return call_host("normfuse_quantize_amax", [x], [jax.ShapeDtypeStruct((1,), jnp.float32)])
 
 
-def cpu_cast(
-    x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
-) -> list[jax.Array]:
-    types = code_types(x.shape[0], x.shape[1], dtype, has_q, has_qt)
-    return call_host("normfuse_quantize_cast", [x, maxima], types, has_q=has_q, has_qt=has_qt)
+def cpu_cast(codes: Codes, x: jax.Array, maxima: jax.Array) -> list[jax.Array]:
+    flags = {"has_q": codes.has_q, "has_qt": codes.has_qt}
+    types = code_types(codes, *x.shape)
+    return call_host("normfuse_quantize_cast", [x, maxima], types, **flags)
 
 
-def _cpu_quantize(x: jax.Array, **flags) -> list[jax.Array]:
-    return cpu_cast(x, *cpu_amax(x), **flags)
+def _cpu_quantize(codes: Codes, x: jax.Array) -> list[jax.Array]:
+    return cpu_cast(codes, x, *cpu_amax(codes, x))
 
 
-def code_types(
-    rows: int, columns: int, dtype: str, has_q: bool, has_qt: bool
-) -> list[jax.ShapeDtypeStruct]:
+def code_types(codes: Codes, rows: int, columns: int) -> list[jax.ShapeDtypeStruct]:
     """The results of a cast: [q,] [qt,] scale."""
-    of = jnp.dtype(dtype)
-    codes = [jax.ShapeDtypeStruct((rows, columns), of)] * has_q
-    codes += [jax.ShapeDtypeStruct((columns, rows), of)] * has_qt
-    return [*codes, jax.ShapeDtypeStruct((1,), jnp.float32)]
+    shapes = [(rows, columns)] * codes.has_q + [(columns, rows)] * codes.has_qt
+    of = [jax.ShapeDtypeStruct(shape, jnp.dtype(codes.dtype)) for shape in shapes]
+    return [*of, jax.ShapeDtypeStruct((1,), jnp.float32)]
 
 
 INPUTS = ("float32", "bfloat16", "float16")
@@ -320,31 +294,18 @@ def no_second_derivative(primals: Any, tangents: Any, *, spec: Any, order: Any) 
     )
 
 
-def by_flags(
-    name: str, define: Callable[..., Any], cpu: Callable[..., Any], cuda: Callable[..., Any]
-) -> Kernel:
-    """Returns a kernel of functions that take the flags of a `spec`, not the spec."""
-    return Kernel(
-        name,
-        lambda spec, *operands: define(*operands, **spec.flags),
-        {
-            "cpu": lambda spec, *operands: cpu(*operands, **spec.flags),
-            "cuda": lambda target, spec, *operands: cuda(target, *operands, **spec.flags),
-        },
-    )
+def _types(codes: Codes, x: Any, *_: Any) -> list[jax.ShapeDtypeStruct]:
+    return code_types(codes, *x.shape)
 
 
 registry.register()
 amax_kernel = Kernel(
-    "quantize_amax",
-    lambda spec, x: define_amax(x),
-    {
-        "cpu": lambda spec, x: cpu_amax(x),
-        "cuda": lambda target, spec, x: cuda_amax(target, x),
-    },
+    "quantize_amax", lambda codes, x: define_amax(x), {"cpu": cpu_amax, "cuda": _cuda_amax}
 )
-cast_kernel = by_flags("quantize_cast", define_cast, cpu_cast, cuda_cast)
-quantize_kernel = by_flags("quantize", define_quantize, _cpu_quantize, cuda_quantize)
+cast_kernel = Kernel(
+    "quantize_cast", define_cast, {"cpu": cpu_cast, "cuda": cuda_cast}, types=_types
+)
+quantize_kernel = Kernel("quantize", define_quantize, {"cpu": _cpu_quantize, "cuda": cuda_quantize})
 """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
 
 
@@ -395,12 +356,15 @@ def _matrix(spec: Quantize, x: Array) -> Array:
 
 def _restored(spec: Quantize, x: Array, results: list[Array]) -> list[Array]:
     *codes, scale = results
+    of = [t.shape for t in _array_types(spec, x)[:-1]]
+    return [*[as_bytes(c.reshape(s)) for c, s in zip(codes, of, strict=True)], scale.reshape(())]
+
+
+def _array_types(spec: Quantize, x: Any) -> list[jax.ShapeDtypeStruct]:
     shapes = [x.shape] * spec.codes.has_q
     shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.codes.has_qt
-    return [
-        *[as_bytes(c.reshape(s)) for c, s in zip(codes, shapes, strict=True)],
-        scale.reshape(()),
-    ]
+    of = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
+    return [*of, jax.ShapeDtypeStruct((), jnp.float32)]
 
 
 def as_bytes(codes: Array) -> Array:
@@ -415,7 +379,7 @@ def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
 
 def define(spec: Quantize, x: Array) -> list[Array]:
     """`(x,) -> ([q,] [qt,] scale ())` in plain JAX."""
-    return _restored(spec, x, define_quantize(_matrix(spec, x), **spec.codes.flags))
+    return _restored(spec, x, define_quantize(spec.codes, _matrix(spec, x)))
 
 
 def _body(spec: Quantize, split: Split, x: Array, *, order: Order) -> list[Array]:
@@ -451,7 +415,7 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any
 
 
 _rules = {"batch": _batch, "jvp": no_second_derivative}
-op = Op("quantize_array", define, dims=_dims, body=_body, **_rules)
+op = Op("quantize_array", define, dims=_dims, body=_body, types=_array_types, **_rules)
 
 
 def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -1,11 +1,11 @@
 // FP8 codes of the softmax's gradient, as it lies and transposed, in one pass over the logits:
 //
-//   q[i][j] = qt[j][i] = round((a_i · exp(c_ij - most_i) - b_i · [j = label_i]) · dc_ij/dz_ij)
+//   q[i][j] = qt[j][i] = round((a_i · exp(c_ij - most_i) - b_i · t_ij) · dc_ij/dz_ij)
 //
 // round is up or down at random, so that the mean of the codes is the number
 // (docs/quantization.md).
 //
-//   z            (rows, columns)  Z_TYPE: float, __nv_bfloat16 or __half; c as in softmax.cu
+//   z            (rows, columns)  Z_TYPE: float, __nv_bfloat16 or __half; c and t as in softmax.cu
 //   label        (rows,)          int; one that is no column matches none
 //   most, a, b   (rows,)          float; a and b divided by the codes' scale
 //   seed         (rows,)          unsigned; random bits of the row
@@ -63,7 +63,8 @@ __device__ inline void encode_at_random(const Vector& values, unsigned seed, uns
 template <bool kVectors>
 __device__ inline void run(const Element* z, const int* labels, const float* mosts, const float* as,
                            const float* bs, const unsigned* seeds, Fp8* q, Fp8* qt, long long rows,
-                           long long columns, int group, float softcap) {
+                           long long columns, int group, float softcap, float rest,
+                           float share) {
   __shared__ Row shared_rows[kRows * BLOCK_Y];
   // The pass for the statistics has read the last rows last.
   const Tile first = tile_of(rows, columns, group, gridDim.x - 1 - blockIdx.x);
@@ -91,7 +92,8 @@ __device__ inline void run(const Element* z, const int* labels, const float* mos
       seed = row.seed;
       if (!(row.a == 0 && row.b == 0)) {
         const int at = row.label - column;
-        out = gradient(loaded[i % BATCH], row.a, row.b, row.scaled_most, at, softcap);
+        out = gradient(loaded[i % BATCH], row.a, row.b, row.scaled_most, at, softcap,
+                       rest, share);
       }
     }
     encode_at_random(out, seed, column, codes);
@@ -108,7 +110,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if HAS_QT
                      Fp8* qt,
 #endif
-                     long long rows, long long columns, long long group, float softcap) {
+                     long long rows, long long columns, long long group, float softcap,
+                     float rest, float share) {
 #if !HAS_Q
   Fp8* q = nullptr;
 #endif
@@ -117,8 +120,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 #if VECTORS
   if (aligned_16(z) && (q == nullptr || aligned_16(q)) && (qt == nullptr || aligned_16(qt))) {
-    return run<true>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, softcap);
+    return run<true>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, softcap, rest,
+                     share);
   }
 #endif
-  run<false>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, softcap);
+  run<false>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, softcap, rest, share);
 }

@@ -1,8 +1,10 @@
 // The softmax along rows of FEATURES logits: its statistics, and a gradient in the logits' place.
 //
 //   c = softcap · tanh(z / softcap) (or z)    most = max_j c_j    sum = Σ_j exp(c_j - most)
-//   picked = c_label
-//   g_j = (a · exp(c_j - most) - b · [j = label]) · dc_j/dz_j
+//   picked = Σ_j t_j · c_j
+//   g_j = (a · exp(c_j - most) - b · t_j) · dc_j/dz_j
+//
+// with the target t_j = [j = label], or if SMOOTHING t_j = rest · [j = label] + share.
 //
 //   z, g               (rows, FEATURES)  Z_TYPE, G_TYPE; g may be where z is
 //   label              (rows,)           int; one that is no column matches none, and picks 0
@@ -28,6 +30,7 @@ __device__ inline double larger(double x, double y) { return fmax(x, y); }
 struct Sum {
   Compute most = sizeof(Compute) == 4 ? Compute(-2e38) : Compute(-1e308);
   Compute sum = 0;
+  Compute picked = 0;  // if SMOOTHING
 
   __device__ void raise(Compute top) {
     sum *= exponential(most - top, 0);
@@ -39,32 +42,37 @@ struct Sum {
     sum += other_sum * exponential(other_most - most, 0);
   }
 
+  template <int kLanes>
   __device__ void merge_lanes() {
 #pragma unroll
-    for (int offset = (ROW_THREADS < 32 ? ROW_THREADS : 32) / 2; offset > 0; offset /= 2) {
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
       const Compute other_most = __shfl_xor_sync(0xffffffffu, most, offset);
       merge(other_most, __shfl_xor_sync(0xffffffffu, sum, offset));
+      if constexpr (SMOOTHING) picked += __shfl_xor_sync(0xffffffffu, picked, offset);
     }
   }
 };
 
-class RowSum2 : public RowSums<Compute, 2> {
+constexpr int kNumbers = SMOOTHING ? 3 : 2;
+
+class RowTotals : public RowSums<Compute, kNumbers> {
  public:
-  using RowSums<Compute, 2>::RowSums;
+  using RowSums<Compute, kNumbers>::RowSums;
 
   // Returns the sum of all threads of the row, in every one of them.
   __device__ Sum operator()(Sum mine) {
-    mine.merge_lanes();
+    mine.merge_lanes<(ROW_THREADS < 32 ? ROW_THREADS : 32)>();
     if constexpr (!kShared) return mine;
-    send({{mine.most, mine.sum}});
+    Values values{{mine.most, mine.sum}};
+    if constexpr (SMOOTHING) values.at[kNumbers - 1] = mine.picked;
+    send(values);
     receive();
     Sum all;
-    for (int i = threadIdx.x % 32; i < kSlots; i += 32) all.merge(posted_[i], posted_[kSlots + i]);
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      const Compute other_most = __shfl_xor_sync(0xffffffffu, all.most, offset);
-      all.merge(other_most, __shfl_xor_sync(0xffffffffu, all.sum, offset));
+    for (int i = threadIdx.x % 32; i < kSlots; i += 32) {
+      all.merge(posted_[i], posted_[kSlots + i]);
+      if constexpr (SMOOTHING) all.picked += posted_[2 * kSlots + i];
     }
+    all.merge_lanes<32>();
     return all;
   }
 };
@@ -91,11 +99,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF(STATISTICS, IF(GRADIENT, const Compute* weights,))
            IF(GRADIENT, G_TYPE* g,)
            IF(STATISTICS, Compute* mosts, Compute* sums, Compute* picked,)
-           long long rows, Compute softcap, Compute z_loss) {
+           long long rows, Compute softcap, Compute rest, Compute share, Compute z_loss) {
   // clang-format on
   bool aligned = aligned_16(z) && FEATURES * sizeof(Z_TYPE) % 16 == 0;
   IF(GRADIENT, aligned = aligned && aligned_16(g) && FEATURES * sizeof(G_TYPE) % 16 == 0);
-  IF(STATISTICS, RowSum2 row_sum(shared_memory()));
+  IF(STATISTICS, RowTotals row_sum(shared_memory()));
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
     const Z_TYPE* const from = z + row * FEATURES;
     const int label = labels[row];
@@ -117,7 +125,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) sum.sum += exponential(c.at[k], scaled_top);
         const int at = label - column(first + i);
-        if (at >= 0 && at < VECTOR) {
+        if constexpr (SMOOTHING) {
+#pragma unroll
+          for (int k = 0; k < VECTOR; ++k) sum.picked += (share + (k == at ? rest : 0)) * c.at[k];
+        } else if (at >= 0 && at < VECTOR) {
 #pragma unroll
           for (int k = 0; k < VECTOR; ++k) {
             if (k == at) picked[row] = c.at[k];
@@ -130,7 +141,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (row_thread() == 0 && slice() == 0) {
       mosts[row] = most;
       sums[row] = sum.sum;
-      if (label < 0 || label >= FEATURES) picked[row] = 0;
+      if constexpr (SMOOTHING) {
+        picked[row] = sum.picked;
+      } else if (label < 0 || label >= FEATURES) {
+        picked[row] = 0;
+      }
     }
 #else
     const Compute most = mosts[row];
@@ -154,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         Vector out{};
         if (counts) {
           const int at = label - column(first + i);
-          out = gradient(batch[i], a, b, scaled_most, at, softcap);
+          out = gradient(batch[i], a, b, scaled_most, at, softcap, rest, share);
         }
         store_chunk(to, first + i, aligned, narrow_all<G_TYPE>(out));
       }

@@ -42,13 +42,20 @@ __device__ inline Vector capped(const Packed<Z_TYPE, VECTOR>& packed, Compute so
   return c;
 }
 
-// (a · exp(c_k - most) - b · [k = at]) · dc_k/dz_k; `at` may lie outside of the vector.
+// (a · exp(c_k - most) - b · t_k) · dc_k/dz_k, with the target t_k = [k = at]; if SMOOTHING
+// t_k = rest · [k = at] + share. `at` may lie outside of the vector.
 __device__ inline Vector gradient(const Packed<Z_TYPE, VECTOR>& packed, Compute a, Compute b,
-                                  Compute scaled_most, int at, Compute softcap) {
+                                  Compute scaled_most, int at, Compute softcap, Compute rest,
+                                  Compute share) {
   const Vector c = capped(packed, softcap);
   Vector out;
 #pragma unroll
   for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k], scaled_most);
+#if SMOOTHING
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) out.at[k] -= b * share;
+  b *= rest;
+#endif
   if (at >= 0 && at < VECTOR) {
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) out.at[k] -= k == at ? b : Compute(0);
@@ -56,8 +63,8 @@ __device__ inline Vector gradient(const Packed<Z_TYPE, VECTOR>& packed, Compute 
 #if SOFTCAP
 #pragma unroll
   for (int k = 0; k < VECTOR; ++k) {
-    const Compute share = c.at[k] / softcap;
-    out.at[k] *= 1 - share * share;
+    const Compute ratio = c.at[k] / softcap;
+    out.at[k] *= 1 - ratio * ratio;
   }
 #endif
   return out;

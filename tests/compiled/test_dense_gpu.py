@@ -55,12 +55,6 @@ def test_temporaries_are_what_must_be_there_together(layer, version, floor):
     assert temporaries(compiled(layer, version)) <= floor + SMALL
 
 
-@pytest.mark.parametrize("layer", ["norm + gelu MLP", "norm + SwiGLU MLP"])
-def test_an_mlp_needs_three_quarters_of_the_memory_of_plain_jax(layer):
-    ours, plain = (temporaries(compiled(layer, version)) for version in ("native", "jnp"))
-    assert ours <= 0.75 * plain
-
-
 @pytest.mark.parametrize("layer, version", MOVED)
 def test_nothing_but_our_kernels_passes_over_memory(layer, version):
     passes = hlo.passes(compiled(layer, version))
@@ -80,12 +74,6 @@ def test_a_fused_product_has_the_gradient_of_its_activation_from_our_kernel():
     assert passes.keys() - norms == {"epilogue_backward"}, passes
     assert passes["epilogue_backward"] == 3 * LARGE  # z and dy, and dz in z's place
     assert len(hlo.gemms(program)) == 5
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_less_passes_over_memory_than_in_plain_jax(layer):
-    moved = lambda version: sum(moved for _, moved in hlo.passes(compiled(layer, version)))
-    assert moved([*LAYERS[layer]][-1]) < moved("jnp")
 
 
 def test_products_of_one_input_add_their_gradients_in_the_gemm():

@@ -1,23 +1,20 @@
-"""What an H200 would run for FP8 products, from programs compiled for it."""
+"""Programs compiled for an H200 that multiply in FP8."""
 
 import collections
 import functools
 import re
 
 import foreign_blocks
-import fp8_layers
 import gpu_compiler
 import hlo
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from fp8_layers import both_ways, product, wide_product
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import (
-    accumulate_gradients,
     dense,
     fuse,
     gated_dense,
@@ -55,77 +52,9 @@ def calls(program) -> list[tuple[str, int, bool]]:
     return [(g.result, g.beta, g.in_place) for g in hlo.gemms(program)]
 
 
-SCALE = functools.partial(struct, dtype=f32)
-PRODUCTS = [product, wide_product]
-
-
-@pytest.mark.parametrize("multiply", PRODUCTS)
-@pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("left", [e4m3, e5m2])
-def test_a_product_and_its_scales_are_one_call(multiply, dtype, left):
-    run = lambda a, s, b, t: multiply(a, s, b, t, dtype)
-    program = compiled(run, struct(M, K, dtype=left), SCALE(), struct(N, K), SCALE())
-    assert calls(program) == [(f"{'bf16' if dtype == bf16 else 'f32'}[{M},{N}]", 0, False)]
-    assert sum(moved for _, moved in hlo.passes(program)) <= 12  # the product of two scales
-
-
-@pytest.mark.parametrize("multiply", PRODUCTS)
-@pytest.mark.parametrize("in_loop", [False, True])
-def test_a_float32_gradient_is_added_in_the_call(multiply, in_loop):
-    def run(c, a, s, b, t):
-        return multiply(a, s, b, t, f32, add_to=c)
-
-    def loop(c, a, s, b, t):
-        step = lambda c, given: (run(c, given[0], s, given[1], t), None)
-        return jax.lax.scan(step, c, (a, b))[0]
-
-    c, lead = struct(M, N, dtype=f32), (4,) * in_loop
-    args = c, struct(*lead, M, K), SCALE(), struct(*lead, N, K), SCALE()
-    program = compiled(loop if in_loop else run, *args, donate=(0,))
-    assert calls(program) == [(f"f32[{M},{N}]", 1, True)]
-    assert not re.search(rf"= f32\[{M},{N}\]\S* (add|copy|fusion)\(", program.as_text())
-
-
 # ---------------------------------------------------------------- a whole MLP
 
 TOKENS, DIM, HIDDEN = 16384, 4096, 14336
-
-
-@functools.cache
-def mlp(together):
-    operands = (
-        struct(TOKENS, DIM, dtype=bf16),
-        struct(DIM, dtype=f32),
-        *(struct(*shape, dtype=f32) for shape in [(DIM, HIDDEN)] * 2 + [(HIDDEN, DIM)]),
-    )
-    run = both_ways(fp8_layers.mlp, together=together)
-    return compiled(run, operands, struct(TOKENS, DIM, dtype=bf16))
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_an_mlp_has_nine_products_without_a_transpose(together):
-    program = mlp(together)
-    forward = [f"bf16[{TOKENS},{HIDDEN}]"] * 2 + [f"bf16[{TOKENS},{DIM}]"]
-    backward = [f"bf16[{TOKENS},{DIM}]"] * 2 + [f"bf16[{TOKENS},{HIDDEN}]"]
-    gradients = [f"f32[{DIM},{HIDDEN}]"] * 2 + [f"f32[{HIDDEN},{DIM}]"]
-    found = calls(program)
-    assert sorted(result for result, _, _ in found) == sorted(forward + backward + gradients)
-    # The gradient of what gate and up share is added up in the second product.
-    added = [call for call in found if call[1]]
-    assert added == [(f"bf16[{TOKENS},{DIM}]", 1, True)] * (together or len(added))
-    text = program.as_text()
-    text = text[text.index("\nENTRY") :]
-    assert not re.search(r"= f8\w+\[\d+,\d+\]\S* (transpose|copy|fusion)\(", text)
-    assert not re.search(rf"= f32\[({TOKENS},{HIDDEN})\]", text)  # no float32 of that size
-
-
-def test_an_mlp_quantizes_each_array_once():
-    """x, three kernels, the hidden array and three gradients; a bounded x needs no maximum.
-
-    Two Linears that quantize one x do it once too: XLA merges equal calls.
-    """
-    assert hlo.calls(mlp(True), "quantize_") == {"amax": 7, "cast": 8}
-    assert hlo.calls(mlp(False), "quantize_") == {"amax": 8, "cast": 8}
 
 
 def gated_mlp(x, scale, gate, up, down):
@@ -135,12 +64,11 @@ def gated_mlp(x, scale, gate, up, down):
     return gated.mlp(rms_norm(x, scale), kernels, {}, quantization="fp8", **options)
 
 
-@pytest.mark.parametrize("layer", [fp8_layers.mlp, gated_mlp])
-def test_main_gradients_of_a_scan_are_added_in_the_products(layer):
+def test_main_gradients_of_a_scan_are_added_in_the_products():
     dim, hidden = 2048, 8192
 
     def loss(params, x):
-        return jnp.sum(layer(x, *params).astype(f32) ** 2)
+        return jnp.sum(gated_mlp(x, *params).astype(f32) ** 2)
 
     def run(params, xs):
         def add(sums, x):
@@ -245,18 +173,6 @@ def test_what_follows_an_fp8_product_is_one_pass_each_way():
     check_quantized(program, ["epilogue_forward", "epilogue_backward"], (X, 2), (KERNEL, 4), (H, 2))
 
 
-def test_a_norm_into_a_gated_layer_is_six_fp8_products():
-    """The normalised x is quantized once; its second gradient is added in the product."""
-    program = quantized("norm, gated_dense")
-    ups, gradients = [f"bf16[{TOKENS},{HIDDEN}]"] * 2, [f"f32[{DIM},{HIDDEN}]"] * 2
-    found = calls(program)
-    assert sorted(r for r, _, _ in found) == sorted(ups + gradients + [f"bf16[{TOKENS},{DIM}]"] * 2)
-    assert [call for call in found if call[1]] == [(f"bf16[{TOKENS},{DIM}]", 1, True)]
-    others = [*NORMS, "epilogue_forward", "epilogue_backward"]
-    operands = (KERNEL, 4), (KERNEL, 4), (H, 2), (H, 2)
-    check_quantized(program, others, *operands, normalised=4 * X)
-
-
 @pytest.mark.parametrize("contract", [0, 1])
 def test_a_gated_mlp_keeps_its_hidden_arrays_as_codes(contract):
     """Nine products; between them one pass over a and b finds maxima, and two write codes."""
@@ -325,32 +241,6 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
     }
 
 
-def test_an_mlp_without_a_gate_keeps_its_hidden_array_as_codes():
-    """Six products; one pass over a finds a maximum, and two write codes."""
-
-    def layer(x, scale, *kernels, **options):
-        named = dict(zip(("up", "down"), kernels))
-        options |= {"dtype": "bfloat16", "implementation": None, "activation": "gelu_tanh"}
-        return gated.mlp(rms_norm(x, scale), named, {}, **options)
-
-    x, scale = struct(TOKENS, DIM, dtype=bf16), struct(DIM, dtype=f32)
-    kernels = [struct(*s, dtype=f32) for s in [(DIM, HIDDEN), (HIDDEN, DIM)]]
-    program = compiled(apart(in_fp8(layer)), (x, scale, *kernels), x)
-    assert len(calls(program)) == 6
-    passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
-    moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
-    size = lambda elements, width: elements * width // 2**20
-    (backward,) = moved.pop("rms_norm_backward")
-    assert 0 <= backward - size(X, 6) <= SMALL // 2**20
-    assert moved == {
-        "quantize_norm": [size(X, 4)],
-        "quantize_amax": sorted([size(X, 2)] + [size(KERNEL, 4)] * 2 + [size(H, 2)]),
-        "quantize_cast": sorted([size(X, 4)] + [size(KERNEL, 6)] * 2),
-        "quantize_gated_amax": [size(H, 2)],
-        "quantize_gated": [size(H, 2 + 2), size(H, 3 + 3)],
-    }
-
-
 PROJECTIONS = [(2048, 2048), (2048, 1024), (2048, 1024)]  # q, k and v
 
 
@@ -396,25 +286,6 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
         "quantize_amax": sorted(size(PROJECTIONS, 4) + size(dys, 2)),
         "quantize_cast": sorted(size(PROJECTIONS, 6) + size(dys, 4)),
     }
-
-
-def test_projections_in_microbatches_add_gradients_in_their_products():
-    def loss(params, x):
-        return sum(jnp.sum(y.astype(f32) ** 2) for y in run(x, *params))
-
-    @jax.checkpoint
-    @in_fp8
-    def run(x, scale, *kernels):
-        return projections(rms_norm(x, scale), kernels)
-
-    params = [struct(2048, dtype=f32), *(struct(*shape, dtype=bf16) for shape in PROJECTIONS)]
-    xs = struct(4, TOKENS, 2048, dtype=bf16)
-    program = compiled(functools.partial(accumulate_gradients, loss), params, xs)
-    gradients = [(f"f32[{n},{m}]", b, bool(b)) for n, m in PROJECTIONS for b in (0, 1)]
-    # The first microbatch's, and those that the loop adds to it.
-    found = [call for call in calls(program) if call[0].startswith("f32")]
-    assert sorted(found) == sorted(gradients)
-    assert sum(hlo.runs(program, "quantize_norm").values()) == 4 * 2  # and once more backward
 
 
 def test_codes_that_remat_keeps_are_not_copied():

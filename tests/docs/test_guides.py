@@ -9,21 +9,14 @@ import sys
 import pytest
 from pages import hidden
 
-pytestmark = pytest.mark.oldest
-
 GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
-NEWEST = {"elementwise_op", "fp8"}  # whose parts have tests that both stacks run
 SCRIPTS = runpy.run_path(str(GUIDES.parent / "scripts.py"))
 
 
-@pytest.mark.parametrize(
-    "guide",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.newest] * (path.stem in NEWEST))
-        for path in sorted(GUIDES.glob("*.py"))
-        if path.stem not in SCRIPTS["NOTEBOOKS"]
-    ],
-)
+PATHS = [path for path in sorted(GUIDES.glob("*.py")) if path.stem not in SCRIPTS["NOTEBOOKS"]]
+
+
+@pytest.mark.parametrize("guide", PATHS, ids=lambda path: path.stem)
 def test_guide_runs(guide, eight_devices, tmp_path, monkeypatch):
     monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -46,14 +39,3 @@ def test_a_notebook_is_its_script_and_runs_cell_by_cell(name, eight_devices, tmp
     names = {"__name__": "__main__"}
     for i, cell in enumerate(cells):
         exec(compile(cell, f"{name}.ipynb, cell {i}", "exec"), names)
-
-
-def test_there_is_a_guide_for_every_reader():
-    names = {path.stem for path in GUIDES.glob("*.py")}
-    wanted = {
-        "train_sharded",
-        "elementwise_op",
-        "add_kernel",
-        "fp8",
-    }
-    assert wanted <= names

@@ -59,7 +59,6 @@ def test_what_a_page_does_not_name_is_hidden(tmp_path):
     assert not {"flax", "equinox", "optax"} & set(hidden(page))  # flax needs optax
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_page_runs_as_pasted(page, tmp_path):
     given = _GIVEN.get(str(page.relative_to(ROOT)), "")

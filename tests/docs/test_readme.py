@@ -1,7 +1,4 @@
-"""The Python in README.md and the prose guides runs as it is written there.
-
-docs/guides/elementwise.md has a test beside those of its operation.
-"""
+"""The Python in README.md gives what it says; test_pages.py runs every page as it is written."""
 
 import functools
 import pathlib
@@ -16,8 +13,6 @@ import pytest
 
 import normfuse
 import normfuse.layers.nnx as ours_nnx
-
-pytestmark = pytest.mark.oldest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -59,7 +54,7 @@ def test_the_first_code_is_the_one_line():
 
 def test_the_line_that_leaves_a_layer_out_of_fp8_does():
     (call,) = re.findall(r"`(fuse\(loss, .*skip=.*?\))`", (ROOT / "README.md").read_text())
-    source = "\n" * 55 + "def loss(x, w, v):\n  x = x @ w\n  return (x @ v).sum()"  # of 56 lines
+    source = "\n" * 55 + "def loss(x, w, v):\n  x = x @ w\n  return (x @ v).sum()"
     names, reports = {}, []
     exec(compile(source, "model.py", "exec"), names)
     fuse = functools.partial(normfuse.fuse, report=reports.append)
@@ -69,7 +64,6 @@ def test_the_line_that_leaves_a_layer_out_of_fp8_does():
     assert found == {"model.py:57": "skip names it", "model.py:58": "dense, fp8"}
 
 
-@pytest.mark.newest
 def test_the_guide_on_fuse_runs_and_prints_its_tables(capsys):
     """Its code is run as train.py; numbers of errors may differ from those that it shows."""
     text = (ROOT / "docs" / "guides" / "fuse.md").read_text()
@@ -124,75 +118,3 @@ def test_the_nnx_block_is_the_one_it_replaces():
     # float32 sums of 256 and 1024 terms, in another order
     np.testing.assert_allclose(block(x), expected, rtol=2e-5, atol=2e-5)
     assert isinstance(block.norm, ours_nnx.RMSNorm) and isinstance(block.up, ours_nnx.Linear)
-
-
-def test_the_equinox_block_is_the_one_it_replaces():
-    import equinox as eqx
-
-    name = "docs/guides/dense.md"
-    names = run(name, only("import equinox as eqx", name))
-    block = names["Block"](16, key=jax.random.key(1))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16)), jnp.float32)
-    n = jax.vmap(eqx.nn.RMSNorm(16))(x)
-    hidden = jax.nn.silu(n @ block.up.weight.T + block.up.bias)
-    expected = x + hidden @ block.down.weight.T + block.down.bias
-    # float32 sums of 16 and 64 terms, in another order
-    np.testing.assert_allclose(jax.vmap(block)(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_functions_run():
-    loss = lambda params, batch: jnp.mean((batch @ params["kernel"]) ** 2)
-    names = run(
-        "README.md",
-        only("import accumulate_gradients"),
-        x=jnp.ones((2, 4)),
-        residual=jnp.ones((2, 4)),
-        scale=jnp.ones(4),
-        kernel=jnp.ones((4, 8)),
-        bias=jnp.ones(8),
-        gate=jnp.ones((4, 8)),
-        up=jnp.ones((4, 8)),
-        loss_fn=loss,
-        params={"kernel": jnp.ones((4, 8))},
-        microbatches=jnp.ones((2, 3, 4)),
-    )
-    assert names["y"].shape == names["h"].shape == (2, 8)
-    assert names["loss"] == 16 and (names["gradients"]["kernel"] == 1).all()
-
-
-def test_the_elementwise_op_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
-    names = run("README.md", only("normfuse.elementwise("), x=jnp.array([0.0, 1e3]))
-    assert names["y"].tolist() == [0, 50]
-
-
-def test_the_microbatches_run():
-    block, of_nnx = (b for b in blocks("docs/guides/dense.md") if "accumulate_gradients" in b)
-    names = run("docs/guides/dense.md", block)
-    loss, gradients = jax.value_and_grad(names["loss_fn"])(names["params"], names["x"])
-    # float32 means of 512 terms, in another order
-    np.testing.assert_allclose(names["loss"], loss, rtol=1e-5)
-    np.testing.assert_allclose(names["gradients"]["kernel"], gradients["kernel"], rtol=1e-5)
-    names = run("docs/guides/dense.md", of_nnx, jnp=jnp)
-    assert names["model"].layers[1].rngs.count[...] == 4  # a mask for each microbatch
-
-
-def test_the_fp8_product_runs():
-    product, mlp = (b for b in blocks("docs/guides/dense.md") if "fp8" in b)
-    names = run("docs/guides/dense.md", product)
-    assert names["y"].dtype == jnp.bfloat16 and (names["y"] != names["exact"]).any()
-    names = run("docs/guides/dense.md", mlp)
-    assert (names["y"] != names["exact"]).any()
-
-
-def test_the_sharded_model_runs(eight_devices):
-    sharded, _ = blocks("docs/guides/parallelism.md")
-    sharded = re.sub(r"jax.config.update\(.*", "", sharded)  # the devices are there
-    y = run("docs/guides/parallelism.md", sharded)["y"]
-    assert y.shape == (8, 16, 256) and len(y.sharding.device_set) == 8
-
-
-def test_the_layer_in_two_parts_runs():
-    _, parts = blocks("docs/guides/parallelism.md")
-    names = run("docs/guides/parallelism.md", parts)
-    np.testing.assert_allclose(names["y"], names["layer"](names["w"], names["x"]), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What the tests of `fuse` need around them."""
+"""Fixtures for all tests of `fuse`."""
 
 import pytest
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from normfuse.native.jaxpr import results_of
+from normfuse.native.jaxpr import evaluate, results_of
 
 KINDS = "constant", "axis", "cast", "stop_gradient"
 JITS = "jit", "pjit", "closed_call"
@@ -23,17 +23,13 @@ JITS = "jit", "pjit", "closed_call"
 
 def evaluated(closed, operands, change):
     """Evaluates a program; `change(eqn, operands, bind)` computes each equation's results."""
-    jaxpr = closed.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
-    read = lambda v: v.val if hasattr(v, "val") else env[v]
-    for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
+
+    def rule(eqn, given):
         if eqn.primitive.name in JITS:
-            results = evaluated(eqn.params["jaxpr"], given, change)
-        else:
-            results = change(eqn, given)
-        env |= zip(eqn.outvars, results, strict=True)
-    return [read(v) for v in jaxpr.outvars]
+            return evaluated(eqn.params["jaxpr"], given, change)
+        return change(eqn, given)
+
+    return evaluate(closed, operands, rule)
 
 
 def bind(eqn, given, **params):
@@ -55,7 +51,7 @@ def is_float(x) -> bool:
 
 
 def is_constant(v, x) -> bool:
-    """Whether an operand is a number of the program, or an array of one."""
+    """Tells if an operand is a number of the program, or an array of one."""
     x = x if isinstance(x, np.ndarray | np.generic | int | float) else None
     return hasattr(v, "val") or x is not None
 
@@ -151,13 +147,13 @@ def another(x):
     """Returns a number near a constant, of its dtype."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return np.asarray(x + 1, x.dtype)
-    if not np.isfinite(x) or abs(x) > 1e30:  # what a mask writes
+    if not np.isfinite(x) or abs(x) > 1e30:  # a mask's fill
         return np.asarray(-1e5, x.dtype)
     return np.asarray(x * 1.001 if x else 0.001, x.dtype)
 
 
 def rounds(closed) -> bool:
-    """Whether a program computes in float32, whatever its operands are."""
+    """Tells if a program computes in float32, whatever its operands are."""
     found = []
 
     def visit(eqn, given):

@@ -50,15 +50,12 @@ def carried(x, w):
     return lax.scan(step, jnp.zeros((R // 2, X)), x.reshape(2, R // 2, W))[0]
 
 
-ROUTERS = {  # of x, the router's kernel and a vector
+ROUTERS = {  # functions of x, the router's kernel and a vector
     "top_k": lambda x, w, b: of_best(x @ w),
     "sigmoid": lambda x, w, b: of_best(sigmoid(x @ w)),
     "bias": lambda x, w, b: of_best(x @ w + b),
-    "sigmoid and bias": lambda x, w, b: of_best(sigmoid(x @ w) + b),
-    "scale": lambda x, w, b: of_best(2.5 * (x @ w)),
     "softmax": lambda x, w, b: of_best(softmax(x @ w)),
     "norm": lambda x, w, b: of_best((s := x @ w) / jnp.linalg.norm(s, axis=-1, keepdims=True)),
-    "groups": lambda x, w, b: of_best((x @ w + b).reshape(R, 4, 4).max(-1)),
     "keys of a sparse attention": lambda x, w, b: lax.top_k(
         jnp.einsum("btd,bsd->bts", *[(x @ w).reshape(2, R // 2, X)] * 2), 2
     )[0],
@@ -76,13 +73,10 @@ ROUTERS = {  # of x, the router's kernel and a vector
     "straight through": lambda x, w, b: (
         (s := sigmoid(x @ w)) + lax.stop_gradient((s > 0.5).astype(f32) - s)
     ),
-    "sort": lambda x, w, b: jnp.sin(jnp.sort(x @ w)),
-    "cumsum": lambda x, w, b: (jnp.cumsum(jnp.abs(x @ w), -1) < 0.8).astype(f32),
     "categorical": lambda x, w, b: jnp.asarray(EXPERTS)[jax.random.categorical(KEY, x @ w / 0.7)],
     "cond": lambda x, w, b: lax.cond((x @ w).mean() > 0, jnp.sin, jnp.cos, x),
     "integers": lambda x, w, b: (X * sigmoid(x @ w)).astype(jnp.int32).astype(f32),
     "round": lambda x, w, b: jnp.round(4 * sigmoid(x @ w)),
-    "sign": lambda x, w, b: jnp.sign(x @ w + b),
     "scan": lambda x, w, b: lax.scan(
         lambda c, x: (c, of_best(sigmoid(x @ w) + b)), 0.0, x.reshape(2, R // 2, W)
     )[1],
@@ -103,9 +97,7 @@ ROUTERS = {  # of x, the router's kernel and a vector
     "branches": lambda x, w, b: lax.cond(b[0] > 0, of_best, lambda z: z @ EXPERTS, x @ w),
     "custom_jvp": lambda x, w, b: of_best(of_user(x @ w)),
     "custom_vjp": lambda x, w, b: of_best(of_user_backwards(x @ w)),
-    "vmap": lambda x, w, b: jax.vmap(lambda x: of_best(sigmoid(x @ w) + b))(x),
     "of this library": lambda x, w, b: of_best(dense(x, w)),
-    "of this library, softmax": lambda x, w, b: of_best(softmax(dense(x, w))),
     "of this library, activated": lambda x, w, b: of_best(dense(x, w, b, activation="sigmoid")),
     "of this library, gated": lambda x, w, b: of_best(gated_dense(x, w, w)),
     "an unknown operation": lambda x, w, b: jnp.linalg.qr(x @ w)[0],
@@ -138,21 +130,16 @@ PLAIN = {
     "a leaky relu of a parameter": lambda z: jnp.where(
         z >= 0, z, np.linspace(0.1, 0.4, W, dtype=f32) * z
     ),
-    "a relu of a product": lambda z: z * (z > 0),
     "clipped by where": lambda z: jnp.where(z > 3, 3, jnp.where(z < -3, -3, z)),
-    "clip": lambda z: jnp.clip(z, -1, 1),
     "NaN to 0": jnp.nan_to_num,
     "dropout": lambda z: jnp.where(jax.random.bernoulli(KEY, 0.9, z.shape), z / 0.9, 0),
-    "RMSNorm": lambda z: z * lax.rsqrt((z * z).mean(-1, keepdims=True) + 1e-6),
     "of a user's own derivative": of_user_backwards,
     "a linear recurrence": lambda z: lax.scan(lambda c, x: (0.9 * c + x, c), z[0], z)[1],
-    "logits of another": lambda z: jnp.argmax((z + 1) @ EXPERTS.T, -1).astype(f32) * z[:, 0],
     "attention": lambda z: jax.nn.dot_product_attention(*[z.reshape(1, R, 4, 8)] * 3),
     "added at indices": lambda z: jnp.zeros((8, W)).at[np.arange(R) % 8].add(z),
     "attention, then logits": lambda z: jnp.argmax(
         jax.nn.dot_product_attention(*[z.reshape(1, R, 4, 8)] * 3).reshape(R, W) @ EXPERTS.T, -1
     ).astype(f32),
-    "fft": lambda z: jnp.fft.rfft(z).real,
 }
 
 

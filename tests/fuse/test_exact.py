@@ -16,8 +16,6 @@ from jax import lax
 
 from normfuse.layers.fuse import constants
 
-pytestmark = pytest.mark.oldest
-
 T, N, V = 16, 512, 1024
 
 
@@ -68,7 +66,7 @@ NORMS = {  # and what serves them
     "unbiased variance": (lambda x, w: rms(N - 1)(deviation(x), w), ""),
     "a mean of one less": (
         lambda x, w: rms(N)(x - x.sum(-1, keepdims=True) / (N - 1), w),
-        "norm",  # of another x, which is not centred
+        "norm",  # another x's, which is not centred
     ),
     "moments": (moments(N), "norm"),
     "moments of one less": (moments(N - 1), ""),
@@ -94,7 +92,7 @@ ROOT = math.sqrt(2 / math.pi)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("number", [1.0, 0.75, 512.0, 1 / 768])
 def test_a_constant_stands_for_what_its_dtype_rounds_to_it(number, dtype):
-    """Of 16 bits not for its neighbours; of more for those within two units in the last place."""
+    """One of 16 bits not for its neighbours; others for those within two units of the last."""
     dtype = jnp.dtype(dtype)
     x = np.asarray(number, dtype)
     neighbours = [np.nextafter(x, np.asarray(end, dtype)) for end in (0, np.inf)]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fuse_cases import draw
+from fuse_cases import draw, rms
 from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 
@@ -37,10 +37,6 @@ def own(x):
 own.defjvp(lambda primals, tangents: (own(*primals), 2 * tangents[0]))
 
 
-def norm(x, scale):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
-
-
 def indexing(x):
     return jnp.sin(x).at[..., ::2].set(jnp.cos(x[..., 1::2]))
 
@@ -57,7 +53,7 @@ def attention(q, k, v, mask):
 
 
 def mlp(p, x):
-    h = norm(own(x @ p["first"]), p["scale"])
+    h = rms(own(x @ p["first"]), p["scale"])
     return jnp.tanh((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).sum()
 
 
@@ -66,7 +62,7 @@ P = {"first": draw(1, E, E), "gate": draw(2, E, H), "up": draw(3, E, H), "down":
 P |= {"scale": draw(5, E), "head": draw(6, E, 16)}
 MASK = jnp.asarray(np.arange(T) < T - 1)
 PROGRAMS = {
-    "norm": (norm, (X, P["scale"]), None),
+    "norm": (rms, (X, P["scale"]), None),
     "indexing": (indexing, (X,), None),
     "loss": (loss, (P, X, jnp.zeros(X.shape[:-1], int)), None),
     "attention": (attention, (X, X + 1, X - 1, MASK), None),
@@ -169,7 +165,7 @@ def test_effects_happen_once(where, monkeypatch):
 
     def function(x):
         io_callback(lambda v: seen.append(float(v)), None, x[0], ordered=True)
-        y = norm(x, P["scale"])
+        y = rms(x, P["scale"])
         io_callback(lambda v: seen.append(round(float(v), 3)), None, y[1], ordered=True)
         return y
 
@@ -178,7 +174,7 @@ def test_effects_happen_once(where, monkeypatch):
     got = fused(X[0, 0])
     jax.effects_barrier()
     assert len(seen) == 2 and calls and any("Planted" in row.reason for row in fused.rows), seen
-    np.testing.assert_allclose(got, norm(X[0, 0], P["scale"]), rtol=1e-6)
+    np.testing.assert_allclose(got, rms(X[0, 0], P["scale"]), rtol=1e-6)
 
 
 def test_errors_in_a_rule_of_the_users_are_theirs():
@@ -199,29 +195,10 @@ def test_errors_in_a_rule_of_the_users_are_theirs():
 
     def function(x):
         calls.append(x)
-        return clipped(norm(x, P["scale"])).sum()
+        return clipped(rms(x, P["scale"])).sum()
 
     for quantization in (None, "fp8"):
         fused = fuse_cases.Fused(function, quantization=quantization)
         with pytest.raises(Mine, match="forward"):
             jax.grad(fused)(X)
     assert len(calls) == 2
-
-
-NUMBERS = {
-    "an integer divided by zero": lambda x: x * (jnp.full(3, 7) // jnp.full(3, 0))[0],
-    "a sum of many ones in int8": lambda x: x + jnp.sum(jnp.ones(300, jnp.int8), dtype=jnp.int8),
-    "a negative number as an unsigned one": lambda x: x + jnp.full(3, -1.0).astype(jnp.uint8)[0],
-    "a large number as an integer": lambda x: x + jnp.full(3, 1e30).astype(jnp.int32)[0] * 0,
-    "a square of a large integer": lambda x: x + (jnp.full(3, 2**30, jnp.int32) ** 2)[0],
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_that_cannot_be_computed(name):
-    """The function runs, and its norm is found all the same."""
-    function = lambda x: norm(jnp.tanh(NUMBERS[name](x)), P["scale"])
-    fused = fuse_cases.Fused(function)
-    got, want = (jax.jit(f)(X) for f in (fused, function))
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
-    assert fused.served() == {"norm": 1}, str(fused)

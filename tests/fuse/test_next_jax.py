@@ -3,45 +3,48 @@
 `.ci/release flags` runs the tests of contexts, of `fuse` and of accumulation with them too.
 """
 
-import hlo
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from normfuse import accumulate_gradients, dense, fuse, gated_dense, linear_cross_entropy, rms_norm
+from normfuse import fuse
 from normfuse.native import jaxpr
 
 FLAGS = ("custom_jvp3", "custom_vjp3", "remat3")
 ROWS, DIM, HIDDEN, CLASSES = 16, 32, 64, 2048
 
-pytestmark = pytest.mark.newest
 
-
-@pytest.fixture
-def flags(request):
+@contextlib.contextmanager
+def flags(text):
     """Turns the named flags on; skips where JAX has them no longer, or not all of them yet.
 
     Before custom_jvp3 came the others were unfinished: the scan's had no effects.
     """
-    names = [f"jax_{name}" for name in request.param.split()]
+    names = [f"jax_{name}" for name in text.split()]
     if missing := {*names, "jax_custom_jvp3"} - set(jax.config.values):
         pytest.skip(f"JAX {jax.__version__} lacks {', '.join(sorted(missing))}")
     before = {name: jax.config.values[name] for name in names}
-    for name in names:
-        jax.config.update(name, True)
-    jax.clear_caches()
-    yield request.param
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax.clear_caches()
+    try:
+        for name in names:
+            jax.config.update(name, True)
+        jax.clear_caches()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax.clear_caches()
 
 
-def params(rng):
+def arguments():
+    rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32)
     mlp = {"gate": draw(2, DIM, HIDDEN), "up": draw(2, DIM, HIDDEN), "down": draw(2, HIDDEN, DIM)}
-    return {"layers": mlp | {"scale": jnp.ones((2, DIM))}, "head": draw(DIM, CLASSES)}
+    params = {"layers": mlp | {"scale": jnp.ones((2, DIM))}, "head": draw(DIM, CLASSES)}
+    return params, draw(ROWS, DIM)
 
 
 def layer(x, p):
@@ -66,29 +69,15 @@ def loss_of(scan):
 remat = loss_of(lambda x, layers: jax.lax.scan(jax.checkpoint(layer), x, layers))
 
 
-def found(loss, quantization, *args):
-    """What `fuse` finds, without lines, and the value and gradients."""
+def found(loss, quantization):
+    """Returns what `fuse` finds, without lines, and the value and gradients."""
     reports = []
     fused = fuse(loss, quantization=quantization, report=reports.append)
-    results = jax.jit(jax.value_and_grad(fused))(*args)
+    results = jax.jit(jax.value_and_grad(fused))(*arguments())
     return sorted((row.domain, row.what, row.served) for row in reports[-1].fused), results
 
 
 SETS = [*FLAGS, " ".join(FLAGS)]
-_expected = {}
-
-
-def expected(name, make):
-    """What there is without flags, once; `flags` has not set them when a test is collected."""
-    if name not in _expected:
-        values = {f"jax_{flag}": jax.config.values[f"jax_{flag}"] for flag in FLAGS}
-        for flag in values:
-            jax.config.update(flag, False)
-        _expected[name] = make()
-        for flag, value in values.items():
-            jax.config.update(flag, value)
-        jax.clear_caches()
-    return _expected[name]
 
 
 def close(got, want):
@@ -97,101 +86,34 @@ def close(got, want):
     jax.tree.map(check, got, jax.tree.map(np.asarray, want))
 
 
+@functools.cache
+def without_flags(quantization):
+    return found(remat, quantization)
+
+
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("flags", SETS, indirect=True)
-def test_fuse_finds_the_same(flags, quantization):
+@pytest.mark.parametrize("names", SETS)
+def test_fuse_finds_the_same(names, quantization):
     """`fuse` and FP8 in a scan over layers that are computed again."""
-    rng = np.random.default_rng(0)
-    args = params(rng), jnp.asarray(rng.standard_normal((ROWS, DIM)), jnp.float32)
-    make = lambda: found(remat, quantization, *args)
-    (rows, results), (wanted, values) = make(), expected(quantization, make)
+    wanted, values = without_flags(quantization)
+    with flags(names):
+        rows, results = found(remat, quantization)
     assert rows == wanted and {"attention", "loss", "mlp"} <= {domain for domain, *_ in rows}
     close(results, values)
 
 
-@pytest.mark.parametrize("flags", SETS, indirect=True)
-def test_accumulated_gradients_are_the_same(flags):
-    rng = np.random.default_rng(1)
-    weights = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params(rng))
-    xs = jnp.asarray(rng.standard_normal((3, ROWS, DIM)), jnp.bfloat16)
-    make = lambda: jax.jit(lambda *args: accumulate_gradients(fuse(remat), *args))(weights, xs)
-    got, want = make(), expected("accumulate", make)
-    assert {a.dtype for a in jax.tree.leaves(got[1])} == {jnp.dtype("float32")}
-    # bfloat16 rounds what XLA may fuse in another way
-    check = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
-    jax.tree.map(check, got, jax.tree.map(np.asarray, want))
-
-
-def our_layer(x, p):
-    """The same with our layers, in FP8 and not, without attention."""
-    y, x = rms_norm(x, p["scale"], residual=jnp.sin(x), implementation="native")
-    y = gated_dense(y, p["gate"], p["up"], quantization="fp8")
-    return x + dense(y, p["down"], activation="tanh"), None
-
-
-def in_contexts(params, x):
-    """The loss and its gradients in each context where JAX's own derivatives meet ours."""
-    labels = jnp.arange(ROWS)
-
-    def loss(run):
-        return lambda p, x: linear_cross_entropy(run(p["layers"], x), p["head"], labels)
-
-    scan = lambda each: lambda p, x: jax.lax.scan(each, x, p)[0]
-    first = lambda p: jax.tree.map(lambda a: a[0], p)
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P("data")}
-    contexts = {
-        "remat": scan(jax.checkpoint(our_layer)),
-        "remat, products kept": scan(jax.checkpoint(our_layer, policy=policy)),
-        "vmap": lambda p, x: jax.vmap(lambda p: our_layer(x, p)[0])(p).sum(0),
-        "shard_map": jax.shard_map(lambda p, x: our_layer(x, first(p))[0], **rows),
-    }
-    gradients = {name: jax.value_and_grad(loss(run))(params, x) for name, run in contexts.items()}
-    tangent = jax.jvp(lambda x: loss(contexts["remat"])(params, x), (x,), (jnp.cos(x),))
-    return gradients | {"jvp": tangent}
-
-
-@pytest.mark.parametrize("flags", SETS, indirect=True)
-def test_our_layers_are_the_same_in_contexts(flags, eight_devices):
-    rng = np.random.default_rng(3)
-    args = params(rng), jnp.asarray(rng.standard_normal((ROWS, DIM)), jnp.float32)
-
-    def make():
-        compiled = jax.jit(in_contexts).lower(*args).compile()
-        return hlo.calls(compiled, ""), compiled(*args)
-
-    (calls, results), (wanted, values) = make(), expected("contexts", make)
-    assert calls == wanted and {"norm_forward", "norm_backward"} <= set(calls)
-    close(results, values)
-
-
-def _forward(flags):
-    plain = loss_of(lambda x, layers: jax.lax.scan(layer, x, layers))
-    rng = np.random.default_rng(2)
-    args = params(rng), jnp.asarray(rng.standard_normal((ROWS, DIM)), jnp.float32)
-    return plain, args
-
-
-@pytest.mark.parametrize("flags", ["scan3"], indirect=True)
-def test_fuse_beside_the_next_scan(flags):
+def test_the_next_scan():
     """Its body, whose carry is a mutable reference, stays as it is."""
-    plain, args = _forward(flags)
+    plain = loss_of(lambda x, layers: jax.lax.scan(layer, x, layers))
     reports = []
-    value = jax.jit(fuse(plain, report=reports.append))(*args)
+    with flags("scan3"):
+        value = jax.jit(fuse(plain, report=reports.append))(*arguments())
+        close(value, jax.jit(plain)(*arguments()))
     assert [row.domain for row in reports[-1].fused] == ["loss"]
-    close(value, jax.jit(plain)(*args))
-
-
-@pytest.mark.xfail(reason="JAX 0.12.0.1 has no reverse mode for its next scan", strict=True)
-@pytest.mark.parametrize("flags", ["scan3"], indirect=True)
-def test_gradients_of_the_next_scan(flags):
-    plain, args = _forward(flags)
-    close(jax.grad(fuse(plain))(*args), jax.grad(plain)(*args))
 
 
 def test_names_of_what_the_next_primitives_replace():
-    """Of a class of somebody else that is called as JAX's, nothing is known."""
+    """Nothing is known of somebody else's class that is called as JAX's."""
 
     class RematTraced:
         params = {}

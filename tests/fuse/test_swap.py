@@ -5,6 +5,7 @@ import pickle
 
 import equinox as eqx
 import flax.linen as nn
+import flax.linen.partitioning as partitioning
 import foreign_norms
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fuse_cases import draw
+from fuse_cases import draw, rms
 
 import normfuse
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
-
-pytestmark = pytest.mark.oldest
 
 DIM = 32
 X = draw(0, 2, 16, DIM)
@@ -228,20 +227,6 @@ def test_a_pickled_model_is_swapped_again(make):
     assert_close(call(again, X), call(swapped, X), 0)
 
 
-def test_a_policy_and_its_reference_in_fp8_agree():
-    """DPO begins at log 2, and importance ratios at 1, if both models are rounded alike."""
-    policy, swapped, call = eqx_case(quantization="fp8")
-    rewards = lambda model: call(model, X).sum((1, 2))
-    chosen, rejected = rewards(swapped)
-
-    def dpo(reference):
-        of_chosen, of_rejected = rewards(reference)
-        return -jax.nn.log_sigmoid(chosen - of_chosen - (rejected - of_rejected))
-
-    assert dpo(ours_eqx.swap(policy, quantization="fp8")) == -jax.nn.log_sigmoid(0.0)
-    assert abs(dpo(policy) - np.log(2)) > 1e-4
-
-
 def test_models_within_bridges():
     """ToNNX calls the module's `apply`; `to_linen` makes a Linen module of an nnx one."""
     reports = []
@@ -308,3 +293,46 @@ def test_removed_names_say_what_replaces_them():
     ):
         with pytest.raises(AttributeError, match=rf"{name} is gone: .*"):
             getattr(module, name)
+
+
+@every_framework
+def test_served_in_the_report_is_served_in_the_program(make):
+    """Each row of a norm is a call of ours, whatever the shape; and no call is without a row."""
+    reports = []
+    _, swapped, call = make(report=reports.append)
+    for shape, count in (((2, 16, DIM), 1), ((2, 1, DIM), 1), ((2, 0, DIM), 0)):
+        program = jax.make_jaxpr(lambda x: call(swapped, x))(jnp.ones(shape))
+        calls = [e for e in program.eqns if "rms_norm" in str(e.params.get("name", ""))]
+        norms = [row for row in reports[-1].fused if row.domain == "norm"]
+        assert len(norms) == len(calls) == count, (shape, str(reports[-1]))
+
+
+def test_collections_besides_parameters():
+    """T5X's: the axes' names of parameters in a collection of their own, and sown values."""
+
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            make = partitioning.param_with_axes
+            scale = make("scale", nn.initializers.ones, (DIM,), jnp.float32, axes=("embed",))
+            y = rms(x, scale)
+            self.sow("intermediates", "y", y)
+            return y
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = x + Norm()(x)
+            return x
+
+    reports = []
+    model = Layers()
+    swapped = ours_linen.swap(model, report=reports.append)
+    variables = model.init(jax.random.key(0), X)
+    assert "params_axes" in variables
+    got = swapped.apply(variables, X, mutable=["intermediates"])
+    want = model.apply(variables, X, mutable=["intermediates"])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert [row.domain for row in reports[-1].fused] == ["norm"] * 3

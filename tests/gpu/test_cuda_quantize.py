@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from normfuse.layers.dense.epilogue import SCALARS
+from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.norm.spec import Norm
 from normfuse.layers.quantization import gated, norm
 from normfuse.layers.quantization.norm import NormCodes
@@ -63,7 +63,7 @@ def test_cuda_gradients_of_activations_read_every_code(has_up, dtype, rng):
     bounds = jnp.asarray([100, 100, 8][1 - has_up :], jnp.float32)
     args = dh, *codes, scales, bounds
     found = jax.jit(lambda *a: gated.gradient_kernel(spec, *a, order=NATIVE))(*args)
-    for got, want in zip(found, gated.define_gradient(*args, **spec.flags), strict=True):
+    for got, want in zip(found, gated.gradient_kernel.definition(spec, *args), strict=True):
         wide = lambda a: np.asarray(a).astype("f4")
         np.testing.assert_allclose(wide(got), wide(want), rtol=0.126, atol=2**-9)  # one step apart
         assert np.mean(np.asarray(got).view("u1") != np.asarray(want).view("u1")) < 0.01

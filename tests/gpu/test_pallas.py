@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import reference
 
+from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.dense import pallas
-from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.native import launch
 from normfuse.native.implementation import Order
 

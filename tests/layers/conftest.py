@@ -1,4 +1,4 @@
-"""What the tests of RMSNorm's contexts share."""
+"""Shared by the tests of contexts."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from rms_norm_cases import Case
 from support_table import record
 
-FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
+FORWARD = {"forward": 1}
 
 
 class Serve:
@@ -19,8 +19,12 @@ class Serve:
     def __init__(self, request):
         self._request = request
 
-    def __call__(self, case, fn, *args, expected, calls=FORWARD, note="", slack=1.0, **jit):
+    def __call__(
+        self, case, fn, *args, expected, calls=FORWARD, note="", title=None, plain=False, **jit
+    ):
         """Compiles `fn(*args)`; its results must be `expected`, by exactly the kernels `calls`.
+
+        `plain` where part of the work is plain HLO by definition: a tangent, say.
 
         Returns:
           The compiled function's text and its results.
@@ -28,22 +32,15 @@ class Serve:
         compiled = jax.jit(fn, **jit).lower(*args).compile()
         text = hlo.text(compiled)
         results = compiled(*args)
-        case.check(results, expected, slack)
-        assert hlo.calls(text) == calls
-        self.record("native" if calls else "plain HLO", note)
+        case.check(results, expected)
+        if calls is not None:
+            assert hlo.calls(text) == calls
+        outcome = "native" if calls else hlo.served(text)
+        self.record(outcome + " + plain" * plain, note, title)
         return text, results
 
-    def partly(self, *args, **kwargs):
-        """The same where part of the work is plain HLO by definition: a tangent, say."""
-        with contextlib.ExitStack() as stack:
-            record_, self.record = self.record, lambda outcome, note: None
-            stack.callback(setattr, self, "record", record_)
-            result = self(*args, **kwargs)
-        self.record("native + plain")
-        return result
-
-    def record(self, outcome, note=""):
-        record(self._request, outcome, note)
+    def record(self, outcome, note="", title=None):
+        record(self._request, outcome, note, title)
 
     @contextlib.contextmanager
     def refused(self, exception, match, note):

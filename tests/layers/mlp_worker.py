@@ -13,7 +13,7 @@ import mlp_case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.core import op
+from normfuse.layers.core import sharding
 
 
 def mesh_of(kind):
@@ -67,7 +67,7 @@ def distributed(address, process):
 def cached(version=None):
     """Compiles with a persistent cache; counts its hits and misses."""
     if version is not None:
-        op.fingerprint = lambda: version
+        sharding.fingerprint = lambda: version
     events, found = [], {}
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     for kind in ("one device", "auto", "explicit"):

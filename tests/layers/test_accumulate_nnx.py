@@ -15,7 +15,6 @@ from normfuse.layers.nnx import Linear, accumulate_gradients
 COUNT, ROWS, DIM = 3, 6, 16
 # Flax would rather have `nnx.capture` around; its `sow` works without.
 pytestmark = [
-    pytest.mark.oldest,
     pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationWarning"),
 ]
 

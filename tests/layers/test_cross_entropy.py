@@ -31,11 +31,9 @@ def draw(rng, dtype=f32, kernel_dtype=None, contract=0, shape=SHAPE, ignored=5):
     return x, kernel, jnp.asarray(labels)
 
 
-def plain(
-    x, kernel, labels, *, weights=None, contract=0, softcap=None, z_loss=0.0, reduction="mean"
-):
+def plain(x, kernel, labels, *, bias=0.0, weights=None, softcap=None, z_loss=0.0, reduction="mean"):
     """In plain JAX, with labels ignored; for derivatives that have no formula here."""
-    z = x @ (kernel if contract == 0 else kernel.T)
+    z = x @ kernel + bias
     c = z if softcap is None else softcap * jnp.tanh(z / softcap)
     lse = jax.nn.logsumexp(c, axis=-1)
     picked = jnp.take_along_axis(c, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
@@ -51,7 +49,7 @@ def plain(
 ours = functools.partial(linear_cross_entropy, ignore=IGNORE)
 
 
-def layer(x, kernel, labels, counts, *, contract=0, softcap=None, z_loss=0.0, logits=None, **_):
+def layer(x, kernel, labels, counts, *, contract=0, logits=None, bias=None, **options):
     """The reference, with the counts of its rows."""
     half = lambda dtype: float(jnp.finfo(dtype).eps) / 2
     compute = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
@@ -61,8 +59,10 @@ def layer(x, kernel, labels, counts, *, contract=0, softcap=None, z_loss=0.0, lo
         w=w if contract == 0 else w.T,
         labels=np.asarray(labels).reshape(-1),
         counts=np.asarray(counts, np.float64).reshape(-1),
-        softcap=softcap,
-        z_loss=z_loss,
+        softcap=options.get("softcap"),
+        z_loss=options.get("z_loss", 0.0),
+        bias=0.0 if bias is None else wide(bias),
+        smoothing=options.get("label_smoothing", 0.0),
         dtype=half(x.dtype),
         logits=half(logits or x.dtype),
         sums=half(compute),
@@ -88,6 +88,8 @@ CASES = {
     "float16 logits": (jnp.float16, f32, {"z_loss": 0.01, "logits_dtype": jnp.float16}),
     "float64": (jnp.float64, jnp.float64, {"softcap": 9.0, "chunk_rows": 40}),
     "plain HLO": (bf16, bf16, {"chunk_rows": 16, "implementation": "xla"}),
+    "smoothed": (f32, f32, {"chunk_rows": 8, "softcap": 3.0, "label_smoothing": 0.25}),
+    "bfloat16, smoothed": (bf16, f32, {"z_loss": 0.1, "label_smoothing": 1.0}),
 }
 
 
@@ -117,21 +119,88 @@ def test_loss_and_gradients_are_those_of_float64(rng, case, reduction):
         assert_within(value.reshape(-1), each * mask.ravel(), error, compute)
     else:
         assert_within(value, *exact.total(), compute)
-    (gx, ex), (gw, ew) = exact.gradients()
+    (gx, ex), (gw, ew), _ = exact.gradients()
     assert_within(dx.reshape(-1, N), gx, ex, dtype)
     turn = np.transpose if contract else np.asarray
     assert_within(dkernel, turn(gw), turn(ew), kernel_dtype)
 
 
+BIASED = {
+    "float32": (f32, f32, {"chunk_rows": 8, "softcap": 3.0, "z_loss": 0.1}),
+    "tied": (f32, f32, {"contract": 1, "label_smoothing": 0.1}),
+    "bfloat16": (bf16, bf16, {"chunk_rows": 10}),
+    "bfloat16, one chunk": (bf16, bf16, {}),
+    "bfloat16, f32 logits": (bf16, f32, {"logits_dtype": f32, "chunk_rows": 16}),
+    "float16": (jnp.float16, jnp.float16, {}),
+    "float64": (jnp.float64, jnp.float64, {"chunk_rows": 9}),
+    "plain HLO": (bf16, f32, {"chunk_rows": 16, "implementation": "xla"}),
+}
+
+
+@pytest.mark.parametrize("case, reduction", half(BIASED, ["mean", "none"]))
+def test_a_bias_is_added_and_its_gradient_is_that_of_float64(rng, case, reduction):
+    dtype, bias_dtype, options = BIASED[case]
+    with jax.enable_x64(dtype == jnp.float64):
+        contract = options.get("contract", 0)
+        x, kernel, labels = draw(rng, dtype, None, contract)
+        bias = jnp.asarray(rng.standard_normal(VOCABULARY), bias_dtype)
+        compute = jnp.float64 if dtype == jnp.float64 else f32
+        cotangents = jnp.asarray(rng.standard_normal(SHAPE), compute)
+        mask = np.asarray(labels) != IGNORE
+        counts = mask / mask.sum() if reduction == "mean" else mask * wide(cotangents)
+        logits = options.get("logits_dtype", f32 if dtype == jnp.float16 else dtype)
+        given = {k: v for k, v in options.items() if k != "logits_dtype"}
+        exact = layer(x, kernel, labels, counts, logits=logits, bias=bias, **given)
+
+        @jax.jit
+        def run(x, kernel, bias):
+            loss = lambda x, k, b: ours(x, k, labels, bias=b, reduction=reduction, **options)
+            value, pull = jax.vjp(loss, x, kernel, bias)
+            return value, *pull(cotangents if reduction == "none" else jnp.ones_like(value))
+
+        value, dx, dkernel, dbias = run(x, kernel, bias)
+    if reduction == "mean":
+        assert_within(value, *exact.total(), compute)
+    (gx, ex), (gw, ew), (gb, eb) = exact.gradients()
+    turn = np.transpose if contract else np.asarray
+    assert_within(dx.reshape(-1, N), gx, ex, dtype)
+    assert_within(dkernel, turn(gw), turn(ew), dtype)
+    assert_within(dbias, gb, eb, bias_dtype)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("low", [-jnp.inf, -1e9])
+def test_a_masked_vocabulary_is_that_of_the_other_words(rng, low, reduction, quantization):
+    """Its padding has gradients of exactly 0, and changes no other bit but of scales in FP8."""
+    words, n = 48, 32
+    x, kernel = (jnp.asarray(rng.standard_normal(s), bf16) for s in ((16, n), (n, 64)))
+    labels = jnp.asarray(rng.integers(0, words, 16))
+    bias = jnp.where(jnp.arange(64) < words, 0, low)
+
+    def run(kernel, bias):
+        options = {"bias": bias, "reduction": reduction, "quantization": quantization}
+        loss = lambda x, k: jnp.sum(linear_cross_entropy(x, k, labels, **options))
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, kernel)
+
+    value, (dx, dkernel) = run(kernel, bias)
+    expected, (ex, ek) = run(kernel.at[:, words:].set(0)[:, :words], bias[:words])
+    assert not dkernel[:, words:].any()
+    tolerance = 0.15 if quantization else 2**-8  # codes of 2 bits, rounded at random
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    for f, e in (dx, ex), (dkernel[:, :words], ek):
+        np.testing.assert_allclose(wide(f), wide(e), 0, tolerance * np.abs(wide(e)).max())
+
+
 def test_float16_has_logits_beyond_its_range(rng):
-    """As the product computes them, in float32: the other words' gradient was NaN."""
+    """The product computes them in float32: the other words' gradient was NaN."""
     x, kernel, labels = draw(rng, jnp.float16, ignored=0)
     x, kernel = 150 * x, 150 * kernel
     assert jnp.abs(x.astype(f32) @ kernel.astype(f32)).max() > 65504
     exact = layer(x, kernel, labels, np.full(SHAPE, 1 / labels.size), logits=f32)
     value, (dx, dkernel) = jax.value_and_grad(ours, (0, 1))(x, kernel, labels)
     assert_within(value, *exact.total(), f32)
-    (gx, ex), (gw, ew) = exact.gradients()
+    (gx, ex), (gw, ew), _ = exact.gradients()
     assert_within(dx.reshape(-1, N), gx, ex, jnp.float16)
     assert_within(dkernel, gw, ew, jnp.float16)
 
@@ -265,7 +334,7 @@ def test_weighted_loss_and_gradients_are_those_of_float64(rng, case, reduction):
         assert_within(value.reshape(-1), each * factors, error * factors, compute)
     else:
         assert_within(value, *exact.total(), compute)
-    (gx, ex), (gw, ew) = exact.gradients()
+    (gx, ex), (gw, ew), _ = exact.gradients()
     assert_within(dx.reshape(-1, N), gx, ex, dtype)
     turn = np.transpose if contract else np.asarray
     assert_within(dkernel, turn(gw), turn(ew), kernel_dtype)
@@ -365,9 +434,12 @@ def test_vmap_and_scan_over_weights(rng, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_vmap_scan_and_remat(rng, reduction):
     x, kernel, labels = draw(rng)
+    bias = jnp.asarray(rng.standard_normal((3, VOCABULARY)), f32)
     options = {"softcap": 4.0, "z_loss": 0.1, "reduction": reduction}
     mine, theirs = (
-        functools.partial(lambda fn, x, k, labels: jnp.sum(fn(x, k, labels, **options)), fn)
+        functools.partial(
+            lambda fn, x, k, labels, **bias: jnp.sum(fn(x, k, labels, **bias, **options)), fn
+        )
         for fn in (functools.partial(ours, chunk_rows=5), plain)
     )
     kernels = jnp.stack([kernel, 2 * kernel, -kernel])  # an ensemble
@@ -375,6 +447,7 @@ def test_vmap_scan_and_remat(rng, reduction):
     @functools.partial(jax.jit, static_argnums=0)
     def every(fn):
         each = jax.vmap(fn, (0, None, 0))
+        along = lambda x, b, labels: fn(x, kernel, labels, bias=b)
         ensemble = jax.vmap(jax.value_and_grad(fn, (0, 1)))
         return {
             "vmap": each(x, kernel, labels),
@@ -388,6 +461,10 @@ def test_vmap_scan_and_remat(rng, reduction):
             "remat": jax.grad(jax.checkpoint(fn), (0, 1))(x, kernel, labels),
             "ensemble": ensemble(x, kernels, labels),
             "ensemble's sum": jax.grad(lambda k: jnp.sum(jax.vmap(fn)(x, k, labels)))(kernels),
+            "biases": jax.vmap(jax.grad(along, 1), (0, 0, 0))(x, bias, labels),
+            "bias' gradient of each example": jax.vmap(jax.grad(along, (0, 1)), (0, None, 0))(
+                x, bias[0], labels
+            ),
             "labels alone": jax.vmap(jax.grad(fn, (0, 1)), (None, None, 0))(x[0], kernel, labels),
         }
 
@@ -399,9 +476,13 @@ def test_vmap_scan_and_remat(rng, reduction):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_forward_mode_and_second_derivatives(rng, reduction):
     x, kernel, labels = draw(rng, shape=(6,), ignored=1)
+    first = jnp.asarray(rng.standard_normal(VOCABULARY), f32)
     mine, theirs = (
         functools.partial(
-            lambda fn, x, k: jnp.sum(fn(x, k, labels, reduction=reduction, z_loss=0.1) ** 2), fn
+            lambda fn, x, k, bias=0: jnp.sum(
+                fn(x, k, labels, bias=bias + first, reduction=reduction, z_loss=0.1) ** 2
+            ),
+            fn,
         )
         for fn in (functools.partial(ours, chunk_rows=4), plain)
     )
@@ -413,6 +494,10 @@ def test_forward_mode_and_second_derivatives(rng, reduction):
         along = lambda k: jnp.sum(jax.grad(fn, 1)(x, k) * tangents[1])
         return {
             "tangent": jax.jvp(fn, (x, kernel), tangents),
+            "along the bias": jax.jvp(lambda b: fn(x, kernel, b), (first,), (tangents[1][0],)),
+            "the bias': reverse over reverse": jax.grad(
+                lambda b: jnp.sum(jax.grad(fn, 2)(x, kernel, b) ** 2)
+            )(first),
             "reverse over reverse": jax.grad(squared)(x),
             "of the kernel": jax.grad(along)(kernel),
             "forward over reverse": jax.jvp(jax.grad(fn, 1), (x, kernel), tangents)[1],
@@ -554,6 +639,9 @@ X, KERNEL, LABELS = jnp.ones((4, 3)), jnp.ones((3, 7)), jnp.zeros(4, jnp.int32)
         ({"weights": 2.0}, ValueError, r"weights .* x's rows, \(4,\); got \(\)"),
         ({"weights": 1j * jnp.ones(4)}, TypeError, "weights must be real .*got complex64"),
         ({"weights": "many"}, TypeError, "weights must be an array, got 'many'"),
+        ({"bias": jnp.ones(6)}, ValueError, r"bias must have the shape \(7,\).*got \(6,\)"),
+        ({"bias": jnp.ones(7, int)}, TypeError, "bias must be one of .*got int32"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1, got 1.5"),
         ({"kernel": KERNEL.T}, ValueError, r"got kernel of shape \(7, 3\).*pass contract=1"),
         ({"kernel": KERNEL, "contract": 1}, ValueError, "pass contract=0 if it is stored"),
         ({"kernel": jnp.ones((5, 7))}, ValueError, r"x's last axis of 3 for n; .*\(5, 7\)"),

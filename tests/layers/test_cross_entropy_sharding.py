@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, linear_cross_entropy
 
-pytestmark = pytest.mark.oldest
-
 BATCH, SEQ, N, VOCABULARY, IGNORE = 8, 16, 24, 64, -100
 OPTIONS = {"ignore": IGNORE, "softcap": 5.0, "z_loss": 0.1, "chunk_rows": 6}
 MESHES = {  # shape, axes, x's rows, the kernel (n, vocab)
@@ -120,6 +118,36 @@ def test_weights_take_no_more_than_the_sum_of_them(eight_devices, rng, name, kin
     assert seen == expected
 
 
+@pytest.mark.parametrize("name, kind", half(MESHES, KINDS), ids=str)
+def test_a_bias_is_split_as_the_words_are(eight_devices, rng, name, kind):
+    """Its gradient is added up over the rows' devices, and nothing else moves."""
+    shape, names, rows, stored = MESHES[name]
+    x, kernel, labels = draw(rng)
+    bias = jnp.asarray(rng.standard_normal(VOCABULARY), jnp.float32)
+    options = OPTIONS | {"chunk_rows": None, "label_smoothing": 0.1, "reduction": "sum"}
+    loss = lambda x, k, b, labels: linear_cross_entropy(x, k, labels, bias=b, **options)
+    fn = jax.value_and_grad(loss, (0, 1, 2))
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    words = P("tensor") if "tensor" in names else P()
+    places = [NamedSharding(mesh, spec) for spec in (rows, stored, words, rows)]
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(*pair) for pair in zip((x, kernel, bias, labels), places)]
+        auto = {"out_shardings": (None, tuple(places[:3]))} if kind == AxisType.Auto else {}
+        compiled = jax.jit(fn, **auto).lower(*arrays).compile()
+        found = compiled(*arrays)
+    close(found, fn(x, kernel, bias, labels))
+    parts = 2 if "tensor" in names else 1
+    count = BATCH * SEQ * parts // 8
+    reduced = 1 + (N + 1) * VOCABULARY // parts + (3 * count + count * N) * (parts > 1)
+    expected = {("all-reduce", "f32"): reduced}
+    if "fsdp" in names:
+        expected["all-gather", "f32"] = N * VOCABULARY // parts
+    seen = hlo.communicated(compiled)
+    if name == "sequence":
+        seen["all-reduce", "f32"] -= 1
+    assert seen == expected
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_in_shard_map(eight_devices, rng, check_vma):
     """Rows over every axis: each device's loss is of its own rows."""
@@ -186,3 +214,32 @@ def test_replicas_reduce_the_kernels_gradient_once(eight_devices, rng):
     # The mean over replicas of sums over their rows is an eighth of the sum.
     close((8 * value, 8 * gradient), expected, 1e-2)
     assert hlo.communicated(compiled)["all-reduce", "f32"] <= N * VOCABULARY + 8
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_words_that_no_row_has_change_nothing(eight_devices, rng, contract, reduction):
+    """Devices compute with 1040 words each, of which they have 1030."""
+    words = 2060
+    x, _, _ = draw(rng)
+    kernel, bias = rng.standard_normal((N, words)), rng.standard_normal(words)
+    # On both sides of where the words of the second device begin
+    labels = jnp.asarray(rng.integers(1020, 1050, (BATCH, SEQ)), jnp.int32)
+    kernel = jnp.asarray(kernel.T if contract else kernel, jnp.float32)
+
+    def loss(x, kernel, bias, chosen=linear_cross_entropy):
+        options = {"contract": contract, "reduction": reduction, "bias": bias}
+        return jnp.sum(chosen(x, kernel, labels, **options) ** 2)
+
+    def plain(x, kernel, labels, contract, reduction, bias):
+        log_p = jax.nn.log_softmax(x @ (kernel.T if contract else kernel) + bias)
+        each = -jnp.take_along_axis(log_p, labels[..., None], -1)
+        return each.sum() if reduction == "sum" else each
+
+    both = lambda chosen: jax.value_and_grad(functools.partial(loss, chosen=chosen), (0, 1, 2))
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    stored = P("tensor", None) if contract else P(None, "tensor")
+    with jax.set_mesh(mesh):
+        places = zip((x, kernel, jnp.float32(bias)), (P("data"), stored, P("tensor")))
+        arrays = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in places]
+        close(jax.jit(both(linear_cross_entropy))(*arrays), jax.jit(both(plain))(*arrays))

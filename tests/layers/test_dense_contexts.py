@@ -2,23 +2,16 @@
 
 import functools
 import pathlib
-import pickle
 import re
 import socket
 
-import hlo
 import jax
 import jax.numpy as jnp
 import mlp_case
 import processes
 import pytest
 from jax import export
-from jax.experimental import serialize_executable
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from processes import answers
-
-pytestmark = pytest.mark.oldest
 
 start = functools.partial(processes.start, pathlib.Path(__file__).with_name("mlp_worker.py"))
 
@@ -33,32 +26,8 @@ def args():
     return [jnp.asarray(a) for a in mlp_case.draw()]
 
 
-@pytest.fixture
-def explicit(eight_devices):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        yield mesh
-
-
-def placed(args, mesh):
-    """Column-parallel, then row-parallel kernels; rows over the other axis."""
-    x, scale, up, down = mlp_case.SPECS["tensor"]
-    specs = x, scale, up, up, down
-    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
-
-
-def summed(*args):
-    """The gradients on Explicit axes, where the last product's sum must be placed."""
-    return mlp_case.gradients(*args, out_sharding=P("data", None, None))
-
-
-def structs(args, sharded=False):
-    keep = lambda a: {"sharding": a.sharding} if sharded else {}
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, **keep(a)) for a in args]
-
-
 def test_donated_parameters_and_input(args):
-    """What is donated is read by the gradients, and then is the place of its new value."""
+    """The gradients read a donated array before its new value takes its place."""
 
     def step(*args):
         return [a - g for a, g in zip(args, mlp_case.gradients(*args))]
@@ -73,55 +42,6 @@ def test_donated_parameters_and_input(args):
     for a, b, want in zip(args, new, mlp_case.expected(), strict=True):
         size = jnp.abs(a).max() + abs(want).max()
         assert jnp.abs((a - want) - b).max() <= limit * size
-
-
-def test_ahead_of_time_from_shapes(args):
-    compiled = jax.jit(mlp_case.gradients).lower(*structs(args)).compile()
-    mlp_case.check(compiled(*args))
-    payload = pickle.loads(pickle.dumps(serialize_executable.serialize(compiled)))
-    device = {"execution_devices": jax.devices()[:1]}
-    mlp_case.check(serialize_executable.deserialize_and_load(*payload, **device)(*args))
-
-
-def test_ahead_of_time_on_an_auto_mesh(args, eight_devices):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    args = placed(args, mesh)
-    compiled = jax.jit(mlp_case.gradients).lower(*structs(args, sharded=True)).compile()
-    mlp_case.check(compiled(*args))
-    assert hlo.calls(compiled).keys() == {"forward", "backward"}
-
-
-def test_ahead_of_time_on_an_explicit_mesh(args, explicit):
-    args = placed(args, explicit)
-    compiled = jax.jit(summed).lower(*structs(args, sharded=True)).compile()
-    mlp_case.check(compiled(*args))
-    payload = pickle.loads(pickle.dumps(serialize_executable.serialize(compiled)))
-    mlp_case.check(serialize_executable.deserialize_and_load(*payload)(*args))
-
-
-def through_bytes(exported):
-    return export.deserialize(exported.serialize())
-
-
-def test_export(args):
-    exported = export.export(jax.jit(mlp_case.gradients), disabled_checks=ALLOWED)(*args)
-    assert "@normfuse_norm_backward" in exported.mlir_module()
-    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
-
-
-def test_export_of_symbolic_rows(args):
-    (rows,) = export.symbolic_shape("b")
-    x, *params = structs(args)
-    x = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-    exported = export.export(jax.jit(mlp_case.gradients), disabled_checks=ALLOWED)(x, *params)
-    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
-
-
-def test_export_for_eight_devices(args, explicit):
-    args = placed(args, explicit)
-    exported = export.export(jax.jit(summed), disabled_checks=ALLOWED)(*args)
-    assert exported.nr_devices == 8
-    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
 
 
 def test_export_for_cuda_writes_in_place(args, monkeypatch):

@@ -73,14 +73,11 @@ B = jnp.ones(4)
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: dense(X, BACK), r"dense: kernel's first axis .* 3; .* \(10, 3\) .*kernel.T if"),
-        (
-            lambda: dense(X, K[None]),
-            r"first axis must be as long as x's last, 3; got .* \(1, 3, 10",
-        ),
-        (lambda: dense(X, S), r"dense: kernel must be \(in, \*out\), got shape \(3,\)"),
-        (lambda: dense(X, K, B), r"bias must have .*output axes, \(10,\); got \(4,\)"),
-        (lambda: dense(X, K.reshape(3, 2, 5), B), r"output axes, \(2, 5\); got \(4,\)"),
+        (lambda: gated_dense(X, K, K[:, :2]), r"kernel_up must .* \(3, 10\), got"),
+        (lambda: gated_dense(X, K, K, activation=None), "activation must .* got None"),
+        (lambda: gated_dense(X, BACK, BACK), r"kernel_gate's first axis .*kernel_gate.T"),
+        (lambda: gated_product(X, X[:1], K), r"up must have gate's shape \(8, 3\)"),
+        (lambda: gated_product(X, X, BACK), "kernel's first axis must .* gate's last"),
         (lambda: gated_product(X, X, K, B), r"gated_product: bias must have .* \(10,\); got \(4"),
         (lambda: gated_product(X, HIDDEN, K), r"up must have gate's shape \(8, 3\), got \(8, 10\)"),
         (lambda: gated_product(X, X, K, activation=None), "for a bilinear layer pass lambda z: z"),

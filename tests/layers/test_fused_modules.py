@@ -16,8 +16,6 @@ from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.dense import gated
 
-pytestmark = pytest.mark.oldest
-
 KEY = jax.random.key(0)
 DIM, HIDDEN = 64, 96
 X = jax.random.normal(jax.random.key(1), (32, DIM), jnp.bfloat16)

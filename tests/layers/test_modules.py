@@ -18,9 +18,9 @@ from parity import assert_nearer, assert_no_worse
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
-from normfuse.layers.dense.epilogue import resolve
+from normfuse.layers.core.activations import resolve
 
-pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
+pytestmark = pytest.mark.optimized
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 KEY = jax.random.key(3)

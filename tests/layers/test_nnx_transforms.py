@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.nnx import Linear, RMSNorm
 
-pytestmark = pytest.mark.oldest
-
 OURS, FLAX = (RMSNorm, Linear), (nnx.RMSNorm, nnx.Linear)
 
 
@@ -69,7 +67,7 @@ def test_scan_over_layers(rng):
 
 @pytest.mark.parametrize("quantization, split", [(None, -2), ("fp8", -1)])
 def test_a_scan_with_fsdp_communicates_kernels_alone(eight_devices, quantization, split):
-    """Where its body constrains the carry: rows keep their sharding, in FP8 too.
+    """Its body constrains the carry: rows keep their sharding, in FP8 too.
 
     Otherwise XLA may split the carry as the parameters are, in plain jnp as well.
     """

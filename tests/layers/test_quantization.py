@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from normfuse.layers.dense.epilogue import SCALARS
+from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.quantization import gated
 from normfuse.layers.quantization.quantize import (
+    Codes,
     Quantized,
     define_amax,
     define_cast,
@@ -50,7 +51,7 @@ def native(x, dtype: np.dtype, bound=None) -> Quantized:
 
 @functools.partial(jax.jit, static_argnums=1)
 def by_definition(x, dtype: np.dtype) -> Quantized:
-    q, qt, scale = define_quantize(x, dtype=dtype.name, has_q=True, has_qt=True)
+    q, qt, scale = define_quantize(Codes(dtype.name), x)
     return Quantized(q, qt, scale[0])
 
 
@@ -137,8 +138,7 @@ def test_a_bound_that_is_not_finite_gives_nan_everywhere(bound):
     x = jnp.ones((16, 16))
     found = fp8_layers.quantize(x, bound=jnp.asarray([1.0, bound]))
     assert np.isnan(found.scale) and np.isnan(np.asarray(found.q, np.float32)).all()
-    flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
-    q, qt, scale = define_cast(x, jnp.asarray([1.0, bound], jnp.float32), **flags)
+    q, qt, scale = define_cast(Codes(), x, jnp.asarray([1.0, bound], jnp.float32))
     np.testing.assert_array_equal(bits(q), bits(found.q))
     assert np.isnan(scale).all()
 
@@ -157,50 +157,6 @@ def test_amax_of_many_tasks_is_the_same_at_any_place(rng):
         y = x.copy()
         y[place] = -100.5
         assert fp8_layers.amax(jnp.asarray(y)) == 100.5
-
-
-def test_the_bound_of_a_norm_holds(rng):
-    for n in (16, 1024, 4096):
-        x = rng.standard_normal((64, n)).astype(np.float32)
-        x[0], x[1, :] = 0, 1e-3
-        x[0, 0] = 1e4  # x̂ = √n
-        weight = rng.standard_normal(n).astype(np.float32)
-        y = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * weight
-        bound = fp8_layers.rms_norm_bound(jnp.asarray(weight))
-        assert np.abs(y).max() <= float(bound) * (1 + 1e-5)
-        found = fp8_layers.quantize(jnp.asarray(y), bound=bound)
-        check(y, fp8_reference.E4M3, found, bound)
-        assert np.isfinite(np.asarray(found.q, np.float32)).all()
-
-
-@pytest.mark.parametrize("types", [(0, 0), (1, 0), (0, 1)], ids=str)
-def test_products_are_those_of_the_codes(types, rng):
-    x, y = (rng.standard_normal((n, 96)).astype(np.float32) for n in (64, 48))
-    a, b = (fp8_layers.quantize(jnp.asarray(z), FORMATS[t]) for z, t in zip((x, y), types))
-    exact = fp8_reference.product(a.q, a.scale, b.q, b.scale)
-    slack = np.abs(np.asarray(a.q, "f8")) @ np.abs(np.asarray(b.q, "f8")).T
-    slack = slack * float(a.scale) * float(b.scale)
-    for dtype, ulps in ((jnp.float32, 96 * 2.0**-24), (jnp.bfloat16, 2.0**-8)):
-        found = jax.jit(fp8_layers.product, static_argnums=4)(a.q, a.scale, b.q, b.scale, dtype)
-        assert found.dtype == dtype
-        assert np.all(np.abs(np.asarray(found, "f8") - exact) <= ulps * slack)
-        added = fp8_layers.product(a.q, a.scale, b.q, b.scale, dtype, add_to=found)
-        assert np.all(np.abs(np.asarray(added, "f8") - 2 * exact) <= 3 * ulps * slack)
-
-
-def test_what_is_not_finite_stays_in_its_row(rng):
-    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((32, 64), (48, 64)))
-    x[5, 9] = np.inf
-    a, b = fp8_layers.quantize(jnp.asarray(x)), fp8_layers.quantize(jnp.asarray(w))
-    y = np.asarray(fp8_layers.product(a.q, a.scale, b.q, b.scale, jnp.float32))
-    assert np.isnan(y[5]).all() and np.isfinite(np.delete(y, 5, 0)).all()
-
-
-def test_a_transpose_under_jit_and_scan_is_that_of_the_reference(rng):
-    x = rng.standard_normal((3, 48, 32)).astype(ml_dtypes.bfloat16)
-    found = jax.lax.scan(lambda _, x: (None, fp8_layers.quantize(x)), None, jnp.asarray(x))[1]
-    for i in range(3):
-        check(x[i], fp8_reference.E4M3, jax.tree.map(lambda a, i=i: a[i], found))
 
 
 def test_shapes_that_fp8_takes():
@@ -263,7 +219,7 @@ def test_gradients_of_activations_stay_within_their_bounds(has_up, rng):
         _, _, *kept = gated.hidden(spec, *arrays, order=NATIVE)
         found = gated.hidden_gradients(spec, dh, *kept, order=NATIVE)
         meant = [as_codes(x, kept[2 * i : 2 * i + 2]) for i, x in enumerate(arrays)]
-        exact = gated.define_gradients(dh, *meant, function=function)
+        exact = gated.define_gradients(gated.Gated(function), dh, *meant)
         limits = kept[-3:-1]
         bounds = gated.gradient_bounds(jnp.max(jnp.abs(dh)), *limits, gated.SLOPES[name])
         for i, (d, bound) in enumerate(zip(exact, bounds)):
@@ -273,7 +229,7 @@ def test_gradients_of_activations_stay_within_their_bounds(has_up, rng):
             gap = np.asarray(q).view(fp8_reference.E4M3).astype("f8") * float(scale) - d
             assert np.linalg.norm(gap) < 0.03 * np.linalg.norm(d)
             np.testing.assert_array_equal(q, qt.T)
-        h = np.asarray(gated.define_h(*meant, function=function)[0])
+        h = np.asarray(gated.define_h(gated.Gated(function), *meant)[0])
         most = 448 * fp8_reference.scale(kept[-1], fp8_reference.E4M3)
         q, _ = fp8_reference.quantize(np.clip(h, -most, most), bound=kept[-1])
         assert np.mean(bits(q).T != np.asarray(found[-2])) < 1e-3
@@ -300,17 +256,3 @@ def test_no_slope_is_steeper(name):
     x = jnp.linspace(-20, 20, 40_001)
     steepest = jnp.max(jnp.abs(jax.vmap(jax.grad(function))(x)))
     assert gated.SLOPES[name] / 1.01 <= steepest <= gated.SLOPES[name]
-
-
-def test_an_mlp_in_fp8_has_the_gradients_of_the_plain_one(rng):
-    """Within what the quantization of two or three operands in a row costs."""
-    shapes = [(64, 128), (128,), (128, 256), (128, 256), (256, 128)]
-    x, scale, *kernels = (
-        jnp.asarray(rng.standard_normal(s) / np.sqrt(s[0] if i > 1 else 1), jnp.float32)
-        for i, s in enumerate(shapes)
-    )
-    operands, dy = (x, 1 + 0.1 * scale, *kernels), jnp.asarray(rng.standard_normal((64, 128)), "f4")
-    expected = jax.tree.leaves(jax.jit(fp8_layers.both_ways(fp8_layers.plain_mlp))(operands, dy))
-    found = jax.tree.leaves(jax.jit(fp8_layers.both_ways(fp8_layers.mlp))(operands, dy))
-    for got, want in zip(found, expected, strict=True):
-        assert jnp.linalg.norm(got - want) < 0.09 * jnp.linalg.norm(want)

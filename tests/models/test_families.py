@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from normfuse.layers.dense.epilogue import SCALARS
+from normfuse.layers.core.activations import SCALARS
 from normfuse.models.attention import Cache
 from normfuse.models.config import Activation, flops_per_token
 from normfuse.models.functional import build

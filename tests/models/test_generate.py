@@ -11,8 +11,6 @@ from normfuse.models.functional import build
 from normfuse.models.generate import _draw, generate
 from normfuse.models.sharding import BATCH, Sharding
 
-pytestmark = pytest.mark.oldest
-
 # Five tokens, padded to eight: what padding leaves in the cache must not be seen later.
 PROMPTS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 

@@ -13,8 +13,6 @@ from normfuse.models import parameters
 from normfuse.models.config import RopeScaling
 from normfuse.models.functional import build
 
-pytestmark = pytest.mark.oldest
-
 FRAMEWORKS = ["nnx", "eqx"]
 GEMMA = {"norm_offset": 1.0, "norms": "both", "scale_embeddings": True, "activation": "gelu_tanh"}
 GEMMA |= {"tie_embeddings": True, "sliding_window": 5, "query_scale_dim": 12}

@@ -146,14 +146,15 @@ def test_cache_refuses_folder_of_another_user(folder):
 def test_cache_refuses_folder_that_others_can_replace(folder):
     folder.parent.chmod(0o777)
     refused("lets others replace it")
+    forget()
+    cache._warned.clear()
+    if os.geteuid() == 0:  # only root can give a folder away
+        folder.parent.chmod(0o755)
+        os.chown(folder.parent, 65534, -1)
+        refused("lets others replace it")
+        os.chown(folder.parent, 0, -1)
     folder.parent.chmod(0o1777)  # sticky, as /tmp: only the owner can
     cache.check(folder)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_cache_refuses_folder_in_one_of_another_user(folder):
-    os.chown(folder.parent, 65534, -1)
-    refused("lets others replace it")
 
 
 def test_cache_refuses_what_a_link_to_a_folder_of_others_leads_to(folder, tmp_path):
@@ -165,7 +166,7 @@ def test_cache_refuses_what_a_link_to_a_folder_of_others_leads_to(folder, tmp_pa
 
 
 def test_cache_of_root_that_nobody_can_write_to_is_used(folder, monkeypatch):
-    """As in the image of a container: owned by another user, who is root, and read-only."""
+    """The image of a container has it so: owned by another user, who is root, and read-only."""
     image = get()[0]
     folder.chmod(0o555)
     (path,) = folder.iterdir()
@@ -183,32 +184,8 @@ def test_cache_of_root_that_nobody_can_write_to_is_used(folder, monkeypatch):
     assert len(caught) == 1
 
 
-def test_cache_trusts_root_and_oneself(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert cache._trusted() == (0, 12345)
-
-
-def test_cache_in_the_home_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NORMFUSE_CACHE_DIR", "~/x")
-    get()
-    assert cache.directory() == tmp_path / "x" and len(list(tmp_path.joinpath("x").iterdir())) == 1
-
-
-def test_cache_in_a_home_folder_that_is_not_known(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NORMFUSE_CACHE_DIR", "~nobody-of-this-name/x")
-    with pytest.warns(RuntimeWarning, match="no such home folder") as caught:
-        get()
-        get(factor=7)
-    assert len(caught) == 1 and not list(tmp_path.iterdir())
-    assert cache.entries() == []
-    with pytest.raises(cache.Refused):
-        cache.clear()
-
-
 def test_folders_in_the_cache_follow_its_rule(folder, tmp_path):
-    """Where JAX loads programs: it looks at neither the folder nor the files."""
+    """JAX loads programs there, and looks at neither the folder nor the files."""
     assert cache.usable("xla") == folder / "xla"
     assert stat.S_IMODE((folder / "xla").stat().st_mode) == 0o700
     program = folder / "xla" / "inner" / "program"
@@ -233,11 +210,6 @@ def test_folders_in_the_cache_follow_its_rule(folder, tmp_path):
 
 def read_only(*_, **__):
     raise PermissionError(13, "Permission denied")
-
-
-def test_cache_refuses_a_file_in_its_place(folder):
-    folder.write_text("")
-    refused("File exists")
 
 
 def test_cache_missing_home_works_from_memory(monkeypatch):
@@ -265,17 +237,6 @@ def test_cache_that_cannot_be_used_is_no_error_where_warnings_are(folder, monkey
     ]
 
 
-def test_cache_full_disk_warns_once(folder, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(RuntimeWarning, match="No space left") as caught:
-        get()
-    get(factor=7)
-    assert len(caught) == 1 and not list(folder.iterdir())
-
-
 def test_cache_entry_under_another_name_is_not_loaded(folder):
     image, other = get()[0], get(factor=3)[0]
     paths = {cache._contents(path)[1]: path for path in folder.iterdir()}
@@ -289,10 +250,6 @@ def test_cache_entry_under_another_name_is_not_loaded(folder):
 
 def deep(path):
     path.write_bytes(b'{"format": ' + b"[" * 100_000 + b"\n" + b"x")
-
-
-def long(path):
-    path.write_bytes(b"[" * (1 << 20))
 
 
 def directory(path):
@@ -322,14 +279,10 @@ def shown(path):
     path.write_bytes(elsewhere.entry.replace(b'"scale.cu"', b'"\\u001b[2J"'))
 
 
-def listed(path):
-    path.write_bytes(elsewhere.entry.replace(b'{"FACTOR": "2"}', b'["FACTOR"]'))
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "make",
-    [os.mkfifo, deep, long, directory, elsewhere, writable, others, shown, listed],
+    [os.mkfifo, deep, directory, elsewhere, writable, others, shown],
     ids=lambda make: make.__name__,
 )
 def test_cache_entry_that_is_none_is_passed_over(folder, make):

@@ -43,27 +43,28 @@ def emulated(emulator_folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "layout, z_dtype, dtype, softcap, shift",
+    "layout, z_dtype, dtype, softcap, shift, smoothing",
     [
-        ("in one block's registers", "bfloat16", "bfloat16", None, 0),
-        ("in one block's registers", "float64", "float64", 3.0, 0),
-        ("in a cluster's registers", "float16", "float16", 3.0, 0),
-        ("in a cluster's registers", "float32", "bfloat16", None, 1),  # not in place, unaligned
-        ("read twice", "bfloat16", "bfloat16", 3.0, 0),
-        ("read twice", "float32", "float32", None, 0),
-        ("one at a time", "bfloat16", "bfloat16", None, 1),
-        ("few words", "float32", "bfloat16", 3.0, 0),
+        ("in one block's registers", "bfloat16", "bfloat16", None, 0, 0),
+        ("in one block's registers", "float64", "float64", 3.0, 0, 0),
+        ("in a cluster's registers", "float16", "float16", 3.0, 0, 0.1),
+        ("in a cluster's registers", "float32", "bfloat16", None, 1, 0),  # not in place, unaligned
+        ("read twice", "bfloat16", "bfloat16", 3.0, 0, 0),
+        ("read twice", "float32", "float32", None, 0, 0.25),
+        ("one at a time", "bfloat16", "bfloat16", None, 1, 0),
+        ("few words", "float32", "bfloat16", 3.0, 0, 1.0),
     ],
 )
-def test_softmax_matches_float64(emulated, rng, layout, z_dtype, dtype, softcap, shift):
+def test_softmax_matches_float64(emulated, rng, layout, z_dtype, dtype, softcap, shift, smoothing):
     vocabulary, layout = LAYOUTS[layout]
     emulator = emulated(layout, shift)
     z = jnp.asarray(4 * rng.standard_normal((5, vocabulary)), z_dtype)
     labels = np.array([0, vocabulary - 1, 3, -1, vocabulary], np.int32)  # the last are elsewhere
     compute = "float64" if z_dtype == "float64" else "float32"
     weights = np.array([1, 0.25, 0, 2, 1], compute)
-    spec = Softmax(softcap=softcap, z_loss=0.125, dtype=dtype)
-    exact = reference.Softmax(wide(z), labels, softcap)
+    share = smoothing / vocabulary
+    spec = Softmax(softcap, z_loss=0.125, dtype=dtype, smoothing=smoothing, share=share)
+    exact = reference.Softmax(wide(z), labels, softcap, smoothing)
 
     binary = z.dtype.itemsize == 2  # powers of two
     found = softmax.cuda_statistics(SM90, spec, z, labels)
@@ -104,7 +105,7 @@ def test_an_offset_of_all_logits_changes_nothing(emulated, rng, layout, offset):
 
 
 def test_logits_that_are_not_finite(emulated):
-    """As in plain JAX: an infinite maximum and NaN give NaN, and -inf is a word without a share."""
+    """Plain JAX does so: an infinite maximum and NaN give NaN, -inf is a word without a share."""
     emulated(Layout(8, 32, batch=1, slices=2))
     z = np.zeros((4, 512), np.float32)
     z[0, 5], z[1, 300], z[2, :200] = np.inf, np.nan, -np.inf
@@ -143,8 +144,10 @@ def test_codes_are_those_of_the_gradient(
     labels = rng.integers(-1, shape[1] + 1, shape[0]).astype(np.int32)
     weights = rng.uniform(-1, 2, shape[0]).astype(np.float32)
     weights[3:5], weights[7] = 0, 1e-3
-    spec = Softmax(softcap, codes=Codes("float8_e5m2", has_q, has_qt))
-    exact = reference.Softmax(wide(z), labels, softcap)
+    smoothing = 0.25 if softcap and has_q else 0.0
+    target = {"smoothing": smoothing, "share": smoothing / shape[1]}
+    spec = Softmax(softcap, codes=Codes("float8_e5m2", has_q, has_qt), **target)
+    exact = reference.Softmax(wide(z), labels, softcap, smoothing)
     most, total = (s.astype(np.float32) for s in (exact.most, exact.sum))
     a, b = weights / total, weights[::-1].copy()
     a[11] = np.nan
@@ -207,11 +210,14 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
 
     monkeypatch.setattr(softmax, "launch", launch)
     examples = [*softmax.examples(vocabulary, dtype, rows=4)][:3]
+    both, spec, structs = examples[2]
+    smoothed = dataclasses.replace(spec, smoothing=0.1, share=0.1 / vocabulary)
+    examples.append((both, smoothed, structs))
     for rows in 48, 2048:
         examples += [*softmax.code_examples(vocabulary, dtype, rows=rows)][:2]
     for kernel, spec, structs in examples:
         jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
-    assert len(logs) == 7
+    assert len(logs) == 8
     spilled = [int(n) for log in logs for n in re.findall(r"(\d+) bytes spill stores", log)]
     # The most is of the gradient alone on sm_90, which has 48 registers a thread.
-    assert len(spilled) == 7 and max(spilled) <= 104, logs
+    assert len(spilled) == 8 and max(spilled) <= 104, logs

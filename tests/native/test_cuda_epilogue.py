@@ -12,8 +12,9 @@ import pytest
 from cuda_emulator import Emulator
 from reference import Expected, assert_close, wide
 
+from normfuse.layers.core.activations import SCALARS, Scalar, scalar_of
 from normfuse.layers.dense import epilogue
-from normfuse.layers.dense.epilogue import SCALARS, Epilogue, Scalar, scalar_of
+from normfuse.layers.dense.epilogue import Epilogue
 from normfuse.native import compiler
 from normfuse.native.compiler import Source
 from normfuse.native.launch import named_target

@@ -45,16 +45,6 @@ def test_compiler_without_room_does_not_blame_the_text(compiler, message):
     assert "does not compile" not in text and "\n" not in text
 
 
-def test_no_temporary_folder_does_not_either(compiler, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device", "/tmp/x")
-
-    compiler("")
-    monkeypatch.setattr(host_compiler.tempfile, "TemporaryDirectory", refuse)
-    with pytest.raises(CompileError, match="could not compile <mine>: .*No space left on device"):
-        host_compiler.library("<mine>", _TEXT, host_compiler.PORTABLE)
-
-
 def test_text_with_a_mistake_does_not_compile(compiler):
     compiler('echo "<stdin>:1:5: error: expected initializer" >&2')
     with pytest.raises(CompileError, match=r"(?s)<mine> does not compile.*expected initializer"):

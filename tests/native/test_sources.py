@@ -1,8 +1,5 @@
 """A function's text is the key of its code: other files that the text reads are refused."""
 
-import shutil
-import subprocess
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,8 +33,6 @@ READS = {
     'auto s = "#include \\"my.h\\"";': [],
     'int a; /*\n*/ #include "my.h"': [],
     "int included = 1;": [],
-}
-MORE = {
     "#include <my.h>": ["<my.h>"],
     '#embed "numbers"': ['"numbers"'],
     '#if __has_include("my.h")\n#endif': ["__has_include"],
@@ -46,22 +41,9 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("text", [*READS, *MORE], ids=repr)
-def test_every_file_that_a_source_reads_is_found(text):
-    assert list(compiler.files_read(text)) == (READS | MORE)[text]
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("text", READS, ids=repr)
-def test_a_compiler_reads_what_is_found(text, tmp_path):
-    tmp_path.joinpath("my.h").write_text("#error is read\n")
-    # C++17 has no trigraphs.
-    standard = "-std=c++14" if "??" in text else "-std=c++17"
-    source = tmp_path / "source.cc"
-    source.write_bytes((text + "\n").encode())
-    command = ["g++", standard, "-E", "-w", "-I", str(tmp_path), str(source)]
-    done = subprocess.run(command, capture_output=True)
-    assert (b"is read" in done.stderr) == bool(READS[text]), done.stderr
+def test_every_file_that_a_source_reads_is_found(text):
+    assert list(compiler.files_read(text)) == READS[text]
 
 
 # ---------------------------------------------------------------- element-wise functions
@@ -86,18 +68,12 @@ def test_a_function_of_an_edited_header_is_never_stale(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    [text for text, found in (READS | MORE).items() if found and "auto" not in text],
+    [text for text, found in READS.items() if found and "auto" not in text],
     ids=repr,
 )
 def test_a_source_that_is_not_whole_is_refused(text):
     with pytest.raises(ValueError, match="reads .*; put that file's text into the source"):
         normfuse.elementwise(f"{text}\ntemplate <class T> T f(T x) {{ return x; }}", name="f")
-
-
-def test_a_derivative_that_is_not_whole_is_refused():
-    source = "template <class T> T f(T x) { return x; }"
-    with pytest.raises(ValueError, match=r"derivative\['x'\] reads \"my.h\""):
-        normfuse.elementwise(source, derivative={"x": '\n#include "my.h"\nreturn T(1);'})
 
 
 @pytest.mark.parametrize("header", ["cmath", "math.h", "stdint.h", "limits"])

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from normfuse.native import implementation
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import main
-from normfuse.train.loop import Loop
 
 _FLAGS = {
     "steps": 6,
@@ -165,21 +163,8 @@ def interrupted(train, monkeypatch, options):
     """Starts a run to which SIGTERM is sent during step 3; gives its output."""
 
     def run(**changes) -> str:
-        take = Loop.run
-
-        def told(loop, state, done):
-            before = loop.on_step
-
-            def on_step(step, settle):
-                before(step, settle)
-                if step == 3:
-                    signalled.send(signal.SIGTERM)
-
-            loop.on_step = on_step
-            return take(loop, state, done)
-
         with monkeypatch.context() as patch:
-            patch.setattr(Loop, "run", told)
+            patch.setattr(*signalled.interrupted("stepping", "SIGTERM"))
             code, out, err = train(**options | changes)
         assert code == 0 and not err, err
         return out

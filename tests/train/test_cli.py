@@ -7,65 +7,29 @@ from importlib.metadata import version
 
 import pytest
 
-from normfuse.train import cli
 from normfuse.train.cli import main
-from normfuse.train.display import shell_command
+
+_COMMANDS = ("train", "generate", "export", "report", "plan", "info", "cache")
 
 
-def test_help_names_every_command(capsys):
-    for argv in ([], ["--help"], ["-h"]):
+def test_help_names_every_command_and_each_explains_itself(capsys):
+    for argv in ([], ["--help"]):
         assert main(argv) == 0
         out = capsys.readouterr().out
-        for command in ("train", "generate", "export", "report", "plan", "info", "cache"):
-            assert f" {command} " in out
-
-
-def test_version(capsys):
+        assert all(f" {command} " in out for command in _COMMANDS)
+    for command in _COMMANDS:
+        assert main([command, "--help"]) == 0
+        assert f"usage: normfuse {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == version("normfuse")
-
-
-@pytest.mark.parametrize("command", ["train", "generate", "export", "report", "plan"])
-def test_commands_explain_themselves(capsys, command):
-    assert main([command, "--help"]) == 0
-    assert f"usage: normfuse {command}" in capsys.readouterr().out
-
-
-def test_commands_to_copy_are_called_as_this_one(monkeypatch, tmp_path):
-    program = tmp_path / "bin" / "normfuse"
-    program.parent.mkdir()
-    program.touch(mode=0o755)
-    monkeypatch.setattr(sys, "argv", [str(program), "train"])
-    monkeypatch.setenv("PATH", str(program.parent))
-    assert shell_command("generate") == "normfuse generate"
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert shell_command("generate") == f"{program} generate"
-    monkeypatch.setattr(sys, "argv", ["normfuse/train/__main__.py"])
-    assert shell_command("train") == f"{sys.executable} -m normfuse.train"
-    assert shell_command("generate") == f"{sys.executable} -m normfuse.train.cli generate"
-
-
-def test_unknown_command_suggests_the_nearest(capsys):
     assert main(["trian"]) == 2
-    assert "Did you mean 'train'?" in capsys.readouterr().err
-    assert main(["qqq"]) == 2
-    assert "normfuse --help" in capsys.readouterr().err
+    assert "trian" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--help"],
-        ["train", "--help"],
-        ["train", "--setps", "3"],
-        ["generate", "--help"],
-        ["plan", "--help"],
-    ],
-)
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--setps", "3"], ["plan", "--help"]])
 def test_flags_are_read_without_jax(argv):
     program = f"""
 import sys
-from normfuse.train import cli
 from normfuse.train.cli import main
 main({argv!r})
 heavy = {{"jax", "flax", "equinox", "orbax", "grain", "optax", "matplotlib"}} & set(sys.modules)
@@ -76,15 +40,12 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
 
 
 # Packages that the extras install and JAX does not need.
-_EXTRAS = "equinox flax grain matplotlib optax orbax rich safetensors tensorboardX tokenizers yaml"
-
-
+_EXTRAS = "equinox flax grain matplotlib optax orbax rich safetensors tokenizers yaml"
 # Arguments, exit code, and a part of the output.
-_COMMANDS = [
+_WITHOUT = [
     (["info"], 0, "normfuse "),
     (["cache"], 0, "kernel cache: "),
     (["train", "--help"], 0, "--steps"),
-    (["generate", "--help"], 0, "--prompt"),
     (["train"], 2, "pip install 'normfuse[train]'"),
     (["train", "--config", __file__], 2, "pip install 'normfuse[train]'"),
     (["generate", "run"], 2, "pip install 'normfuse[train]'"),
@@ -98,9 +59,8 @@ def test_commands_without_the_extras():
     program = f"""
 import contextlib, io, json, sys
 sys.modules.update(dict.fromkeys({_EXTRAS.split()!r}))
-from normfuse.train import cli
 from normfuse.train.cli import main
-for argv in {[argv for argv, *_ in _COMMANDS]!r}:
+for argv in {[argv for argv, *_ in _WITHOUT]!r}:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         with contextlib.redirect_stderr(io.StringIO()) as err:
             code = main(argv)
@@ -108,8 +68,8 @@ for argv in {[argv for argv, *_ in _COMMANDS]!r}:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = map(json.loads, done.stdout.splitlines())
-    for (argv, expected, said), (code, out, err) in zip(_COMMANDS, found, strict=True):
+    answers = map(json.loads, done.stdout.splitlines())
+    for (argv, expected, said), (code, out, err) in zip(_WITHOUT, answers, strict=True):
         assert code == expected, (argv, err)
         assert said in (err if code else out), argv
         assert not code or err.count("\n") == 1, argv
@@ -120,13 +80,3 @@ def test_reader_that_leaves_early_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("usage: normfuse train")
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
-
-
-def test_no_memory_is_one_line(monkeypatch, capsys):
-    def fail(_):
-        raise MemoryError
-
-    monkeypatch.setattr(cli, "run", fail)
-    assert cli.main(["cache"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: out of memory") and error.count("\n") == 1

@@ -1,11 +1,10 @@
-"""Configuration: preset < file < flags, and every mistake named where it was made."""
+"""Configuration: preset < file < flags, and every mistake named with its key and value."""
 
 import dataclasses
 
 import pytest
 
-from normfuse.train import UsageError
-from normfuse.train.cli import parse
+from normfuse.train.cli import main, parse
 from normfuse.train.config import dump, preset_config
 
 
@@ -47,50 +46,42 @@ def test_dump_reads_back_the_same(yaml_file):
     ("content", "parts"),
     [
         ("steps: 3\noptim:\n  lr: 0.1\n  warmpu: 3\n", ["--optim.warmpu=3", "--optim.warmup"]),
-        ("stpes: 3\n", ["--stpes=3", "train --help"]),
         ("\nmesh:\n  sideways:\n    a: 1\n", ["--mesh.sideways.a=1"]),
-        ("steps:\n  a: 1\n", ["--steps.a=1"]),
         ("mesh: 3\n", ["--mesh=3"]),
-        ("a: null\n", ["--a=None"]),
-        ("steps: many\n", ["--steps", "'many'", "--steps INT"]),
-        ("steps: 3.5\n", ["--steps", "'3.5'", "--steps INT"]),
-        ("steps: true\n", ["--steps", "'True'", "--steps INT"]),
-        ("steps: null\n", ["--steps", "'None'", "--steps INT"]),
+        ("steps: many\n", ["--steps", "'many'"]),
+        ("steps: 3.5\n", ["--steps", "'3.5'"]),
+        ("steps: true\n", ["--steps"]),
+        ("steps: null\n", ["--steps", "None"]),
         ("profile: 3\n", ["3"]),
-        ("optim:\n  lr: fast\n", ["--optim.lr", "'fast'", "--optim.lr FLOAT"]),
+        ("optim:\n  lr: fast\n", ["--optim.lr", "'fast'"]),
         ("framework: torch\n", ["--framework", "'torch'", "'nnx'"]),
         ("preset: huge\n", ["--preset", "'huge'", "'tiny'"]),
-        ("data.path: [a]\n", ["'data.path' is ['a']; a file gives a flag one word"]),
-        ("config: other.yaml\n", ["'config' is 'other.yaml'"]),
-        ("out_dir: ''\n", ["'out_dir' is ''"]),
+        ("out_dir: ''\n", ["--out-dir= is empty"]),
+        ("- 1\n", ["run.yaml", "name: value"]),
+        ("just text\n", ["run.yaml", "name: value"]),
+        ("a: [1\n", ["run.yaml cannot be read"]),
+        ("!!python/object/apply:os.system [ls]", ["run.yaml cannot be read"]),
+        ("[" * 2000, ["run.yaml cannot be read"]),
+        ("2024-13-45", ["run.yaml cannot be read"]),
+        ("&a {mesh: *a}", ["run.yaml cannot be read"]),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_mistakes_in_a_file_name_the_setting_and_the_value(yaml_file, capsys, content, parts):
-    path = yaml_file(content)
-    with pytest.raises(UsageError, match=f"--config {path}") as caught:
-        parse(["train", "--config", str(path)])
-    message = str(caught.value) + capsys.readouterr().err
+    assert main(["train", "--config", str(yaml_file(content))]) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
     for part in parts:
         assert part in message
 
 
 def test_switches_are_set_and_unset(yaml_file):
-    path = str(yaml_file("profile: true\ndata: {documents: true}\nmodel.gated: false\n"))
-    config = parse(["train", "--config", path, "--data.no-documents"])
+    older = "tensorboard: false\n"  # a setting that is no longer there
+    path = yaml_file(f"profile: true\ndata: {{documents: true}}\nmodel.gated: false\n{older}")
+    config = parse(["train", "--config", str(path), "--data.no-documents"])
     assert (config.profile, config.data.documents, config.model.gated) == (True, False, False)
-
-
-@pytest.mark.parametrize("content", ["- 1\n", "just text\n", "a: [1\n"])
-def test_files_that_are_no_settings_are_refused(yaml_file, content):
-    with pytest.raises(UsageError, match="run.yaml"):
-        parse(["train", "--config", str(yaml_file(content))])
 
 
 def test_empty_file_changes_nothing(yaml_file):
     config = parse(["train", "--config", str(yaml_file("# nothing\n"))])
     assert dataclasses.replace(config, config=None) == preset_config("tiny")
-
-
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(UsageError, match="nowhere.yaml"):
-        parse(["train", "--config", str(tmp_path / "nowhere.yaml")])

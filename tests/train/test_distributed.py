@@ -1,7 +1,6 @@
 """Two processes of four devices each, over Gloo: one run, stopped by a signal to one of them."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -69,10 +68,7 @@ def test_processes_stop_together_and_others_continue(
     ("phase", "told"),
     [
         pytest.param("compiling", 0, marks=pytest.mark.slow),
-        pytest.param("compiling", 1, marks=pytest.mark.slow),
-        pytest.param("evaluating", 0, marks=pytest.mark.slow),
-        ("evaluating", 1),
-        pytest.param("saving", 0, marks=pytest.mark.slow),
+        pytest.param("evaluating", 1, marks=pytest.mark.slow),
         pytest.param("saving", 1, marks=pytest.mark.slow),
     ],
 )
@@ -83,14 +79,11 @@ def test_processes_stop_together_whatever_one_of_them_does(two, options, tmp_pat
     said = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert [err for _, err in said] == ["", ""]
+    step = signalled.PHASES[phase][-1] + 1
+    folder = tmp_path / "run" / "checkpoints"
     by = "another process" if told else name
-    out = said[0][0]
-    stopped = re.search(rf"stopped by {by} after step (\d+) of 6, saved to (.*)", out)
-    assert stopped, out
-    assert int(stopped[1]) == signalled.PHASES[phase][-1] + 1
-    assert stopped[2] == str(tmp_path / "run" / "checkpoints" / stopped[1])
-    newest = Checkpoints(tmp_path / "run" / "checkpoints", report=print).newest_record()
-    assert newest[0] == int(stopped[1])
+    assert f"stopped by {by} after step {step} of 6, saved to {folder / str(step)}\n" in said[0][0]
+    assert Checkpoints(folder, report=print).newest_record()[0] == step
 
 
 @pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -119,10 +112,9 @@ _LATE = "unhealthy (stopped sending heartbeats):\n1\n"
 @pytest.mark.parametrize(
     ("event", "at", "code"),
     [
-        ("SIGKILL", 0, -signal.SIGKILL),
+        pytest.param("SIGKILL", 0, -signal.SIGKILL, marks=pytest.mark.slow),
         ("failure", 0, 1),
         pytest.param("SIGTERM+SIGTERM", 0, 143, marks=pytest.mark.slow),
-        pytest.param("SIGKILL", 1, -signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("failure", 1, 1, marks=pytest.mark.slow),
     ],
 )
@@ -172,7 +164,7 @@ def test_environment_is_read_and_flags_come_first(joined):
     flags = DistributedConfig(coordinator="b:2", num_processes=2, process_id=0)
     assert joined(flags, **environment) == [("b:2", 2, 0)]
     with pytest.raises(UsageError, match="JAX_NUM_PROCESSES='many' must be a number"):
-        joined(JAX_NUM_PROCESSES="many")
+        joined(**environment | {"JAX_NUM_PROCESSES": "many"})
 
 
 def test_clusters_are_left_to_jax(joined, monkeypatch):

@@ -86,21 +86,6 @@ def test_signal_ends_the_waiting(holder, train, while_waiting, monkeypatch):
     assert "stopped by SIGTERM while waiting for --out-dir" in out
 
 
-def test_predecessor_may_leave_a_run_that_resume_never_refuses(
-    holder, train, while_waiting, tmp_path
-):
-    """What the folder holds is looked at again with the lock."""
-
-    def end():
-        (tmp_path / "run" / "config.yaml").write_text("")
-        holder.kill()
-        holder.wait()
-
-    while_waiting(end)
-    code, _, err = train(resume="never")
-    assert code == 2 and "--resume never" in err and "already holds a run" in err
-
-
 def test_finished_run_leaves_its_folder_to_the_next(train, tmp_path):
     assert train(steps=2)[0] == 0
     lock = FolderLock(tmp_path / "run" / ".lock", print)
@@ -119,23 +104,18 @@ def test_file_system_without_locks_is_said(tmp_path, monkeypatch):
     assert "is on a file system without locks (No locks available)" in said[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 900, b'{"process": "\\u001b[2J"}', b"[]"])
-def test_lock_of_anything_else_is_described_safely(tmp_path, content):
+def test_lock_of_anything_else_is_described_safely(tmp_path):
     path = tmp_path / ".lock"
-    path.write_bytes(content)
+    path.write_bytes(b"\xff\x1b[2J")
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="is in use by another process, after"):
+        with pytest.raises(ValueError, match=r"is in use by \S+x1b\[2J, after"):
             FolderLock(path, print).take(0, lambda: False, lambda: None)
-    assert path.read_bytes() == content
-
-
-def test_link_in_place_of_the_lock_is_not_followed(tmp_path):
-    (tmp_path / "thesis").write_text("dear")
-    (tmp_path / ".lock").symlink_to("thesis")
+    path.unlink()
+    path.symlink_to("thesis")  # is not followed
     with pytest.raises(ValueError, match="cannot be written to"):
-        FolderLock(tmp_path / ".lock", print).take(0, lambda: False, lambda: None)
-    assert (tmp_path / "thesis").read_text() == "dear"
+        FolderLock(path, print).take(0, lambda: False, lambda: None)
+    assert not (tmp_path / "thesis").exists()
 
 
 def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch, flags):
@@ -147,39 +127,3 @@ def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkey
     first, second = sorted((tmp_path / "runs").iterdir())
     assert second.name == f"{first.name}-2"
     assert RunDir(first).has_checkpoints() and RunDir(second).has_checkpoints()
-
-
-def test_another_run_takes_the_name_after_it_was_chosen(tmp_path):
-    run = RunDir(tmp_path / "runs" / "tiny-1")
-    assert [run.make_new() for _ in range(3)] == [1, 2, 3]
-
-
-_LIES = """
-import fcntl, sys
-fcntl.flock = lambda *_: None  # Lustre's localflock does so between hosts
-from normfuse.train.cli import entry
-entry(["train", *sys.argv[1:]])
-"""
-
-
-def test_two_runs_whose_locks_lie_leave_a_folder_that_is_resumed(spawn, train, lines, tmp_path):
-    """They write one folder's checkpoints. One may fail, in a line; nothing damaged is restored."""
-    options = {"steps": 6, "checkpoint.every": 1}
-    both = [spawn(program=("-c", _LIES), **options) for _ in range(2)]
-    for process in both:
-        _, err = process.communicate()
-        assert process.returncode in (0, 1, 2) and "Traceback" not in err, err
-        # The second may also see the folder before the first has written what run it holds.
-        errors = "error: the checkpoint", "error: --out-dir"
-        assert process.returncode == 0 or err.splitlines()[-1].startswith(errors)
-    code, _, err = train(steps=8, **{"checkpoint.every": 1})
-    assert code == 0, err
-    for steps in (6, 8):
-        assert train(steps=steps, out_dir=tmp_path / "alone", **{"checkpoint.every": 1})[0] == 0
-    # Both may have failed before step 6: the resumed run's later losses follow 8 steps' schedule.
-    written = lines(tmp_path / "run")
-    events = [i for i, line in enumerate(written) if line.get("event") == "resume"]
-    resumed = max(events, default=0)  # it began anew if both failed at their first checkpoint
-    first = next(line for line in written[resumed:] if "loss" in line)
-    alone = {line["step"]: line["loss"] for line in lines(tmp_path / "alone") if "loss" in line}
-    assert first["loss"] == alone[first["step"]]

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from normfuse.train import RunError, metrics
-from normfuse.train.display import StepFigures, duration, short
-from normfuse.train.metrics import MetricsLog, Throughput, peak_flops
+from normfuse.train.display import duration, short
+from normfuse.train.metrics import MetricsLog
 
 
 def _step(step: int, loss: float = 1.0) -> dict:
@@ -85,57 +87,30 @@ def test_float32_loss_survives_the_file_exactly(tmp_path):
     assert metrics.read(tmp_path / "metrics.jsonl")[0]["loss"].hex() == value.hex()
 
 
-def test_figures_are_written_for_people():
-    shown = StepFigures(
-        step=3, loss=1.3862944, bits_per_byte=2.0, tokens_per_s=12_345, mfu=0.4218, eta_s=3725
-    )
-    assert shown.texts() == [
-        "loss 1.3863",
-        "2.000 bits/byte",
-        "12.3k tokens/s",
-        "MFU 42.2%",
-        "ETA 1:02:05",
-    ]
+def test_numbers_are_written_for_people():
     assert [short(x) for x in (5, 999, 1000, 1_234_567, 8e9)] == ["5", "999", "1k", "1.23M", "8B"]
     assert [short(x) for x in (999.9e6, 2e12)] == ["1B", "2T"]
     assert [duration(x) for x in (0, 61, 3600, float("inf"))] == ["0:00", "1:01", "1:00:00", "-:--"]
 
 
-def test_throughput_is_that_of_the_last_ten_steps():
-    throughput = Throughput(tokens_per_step=100)
-    assert [throughput.add(x) for x in (4.0, 0.5, 0.5)][-1] == 200  # not the mean since the start
-    assert throughput.step_time_s == 0.5
-    assert [throughput.add(0.25) for _ in range(10)][-1] == 400
-    assert throughput.add(60.0) == 400  # a checkpoint was written, say
+_VALUES = st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.none()))
+_KEYS = ["step", "loss", "val_loss", "event", "from_step"]
+_LINE = st.dictionaries(st.sampled_from(_KEYS), st.one_of(st.integers(0, 9), _VALUES))
 
 
-def test_peaks_are_found_by_device_kind():
-    assert peak_flops("NVIDIA H200", "bfloat16") == 989.5e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "float32") == 494.7e12
-    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
-    assert peak_flops("cpu", "float32") is None
-
-
-def test_tensorboard_gets_the_figures_and_a_resume_hides_later_ones(tmp_path, monkeypatch):
-    written, opened = [], []
-
-    class Writer:
-        flush = close = lambda self: None
-
-        def __init__(self, folder, purge_step):
-            opened.append((folder, purge_step))
-
-        def add_scalar(self, *scalar):
-            written.append(scalar)
-
-    monkeypatch.setattr("tensorboardX.SummaryWriter", Writer)
-    for from_step in (None, 3):
-        path, events = tmp_path / "metrics.jsonl", tmp_path / "events"
-        log = MetricsLog(path, from_step=from_step, tensorboard=events)
-        log.write(_step(4, 1.5) | {"lr": None, "skipped": True})
-        log.write(_validation(4))
-        log.sync()
-        log.close()
-    assert opened == [(str(events), None), (str(events), 4)]
-    assert written == 2 * [("train/loss", 1.5, 4), ("validation/loss", 1.0, 4)]
+@settings(
+    max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@given(
+    content=st.one_of(
+        st.lists(_LINE.map(json.dumps), max_size=5).map("\n".join).map(str.encode),
+        st.sampled_from([b"[" * 9999, b'{"step": 1e400, "loss": ' + b"9" * 5000 + b"}", b"\0\xff"]),
+    ),
+    from_step=st.integers(0, 9),
+)
+def test_any_line_is_kept_or_dropped_on_resume(tmp_path_factory, content, from_step):
+    path = tmp_path_factory.mktemp("any") / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "loss": 1.5}\n' + content)
+    lines = _resumed(path, from_step=from_step)
+    assert lines[0] == {"step": 0, "loss": 1.5} and lines[-1]["event"] == "resume"
+    assert all(line.get("step", 0) <= from_step for line in lines[:-1])

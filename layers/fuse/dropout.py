@@ -1,0 +1,160 @@
+"""Dropout: gated activations before it are one pass, and attention around it has a reason to stay.
+
+No product can take a gated activation that dropout follows. Alone, `activation(gate) · up` is one
+pass each way, and keeps gate and up for its backward in place of what each equation's derivative
+reads.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...native.implementation import choose
+from ..dense.epilogue import finish, finish_natively, scalar_of
+from .activations import Activations
+from .program import Equation, Program
+from .scores import ScoreForms
+from .sites import Site, called
+
+_OP = "gated_product"
+_CHANGING = "mul", "div", "select_n", "add", "sub"
+_RANDOM = "random_bits", "rng_bit_generator", "threefry2x32"
+
+
+# ---------------------------------------------------------------- gated activations
+
+
+@dataclasses.dataclass(eq=False)
+class Gate(Site):
+    """activation(gate) · up, where there is an up."""
+
+    activation: str
+    dtype: Any
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        operands = map(read, self.reads)
+        return [called(gated, *operands, activation=self.activation, dtype=self.dtype)]
+
+
+def gated(gate: Array, up: Array | None = None, *, activation: str, dtype: Any) -> Array:
+    """Returns activation(gate) · up, computed in float32 and rounded once."""
+    serve = {"xla": lambda strict: finish(gate, None, activation, dtype, up)}
+    if scalar_of(activation) is not None:
+        serve["native"] = lambda strict: finish_natively(
+            _OP, gate, up, None, activation, dtype, strict=strict
+        )
+    return choose(_OP, None, serve)
+
+
+def _source(program: Program, v: int) -> int:
+    """Goes back from what dropout selects to what it scales."""
+    while (made := program.maker.get(v)) is not None:
+        if made.name in ("mul", "div") and program.number(made.ins[1]) is not None:
+            v = made.ins[0]
+        elif made.name == "convert_element_type" and jnp.issubdtype(
+            program.avals[made.ins[0]].dtype, jnp.floating
+        ):
+            v = made.ins[0]
+        else:
+            break
+    return v
+
+
+def _site(program: Program, activations: Activations, equation: Equation) -> Gate | None:
+    pred, no, yes = equation.ins
+    if program.number(no) != 0 or not is_random(program, pred):
+        return None
+    hidden = _source(program, yes)
+    made, up = program.maker.get(program.shadows.get(hidden, hidden)), None
+    if (named := activations.name(hidden)) is None and made is not None and made.name == "mul":
+        for a, other in (made.ins, made.ins[::-1]):
+            if (named := activations.name(a)) is not None:
+                up = other
+                break
+    out = program.avals[hidden]
+    if named is None or out.ndim < 2 or up is None and named[0] in ("sigmoid", "tanh"):
+        return None
+    reads = (named[1],) if up is None else (named[1], up)
+    given = [program.avals[v] for v in reads]
+    if any(a.shape != out.shape or a.dtype != out.dtype for a in given) or out.dtype.itemsize > 4:
+        return None
+    rows = out.size // out.shape[-1]
+    return Gate(
+        outs=(hidden,),
+        reads=reads,
+        dead=(),
+        what=f"mlp {rows} x {out.shape[-1]}, {named[0]}, {out.dtype.name}",
+        served="activation(gate) · up alone: dropout comes before the product",
+        activation=named[0],
+        dtype=out.dtype,
+    )
+
+
+def found(program: Program, activations: Activations) -> Iterator[Site]:
+    """Yields the gated activations that dropout follows."""
+    for equation in program.equations:
+        if equation.name == "select_n" and len(equation.ins) == 3:
+            if equation not in program.shadowing and (
+                site := _site(program, activations, equation)
+            ):
+                yield site
+
+
+# ---------------------------------------------------------------- attention
+
+
+def changed(forms: ScoreForms) -> Iterator[tuple[int, str]]:
+    """Yields probabilities that reach a product as something else, and what changes them."""
+    g = forms.program
+    done = {form.base.dot for form in forms.of.values() if form.is_attention}
+    for v, form in forms.of.items():
+        terms = [*form.terms]
+        if not form.soft or len(terms) != 1 or form.base.dot in done or v not in g.readers:
+            continue
+        ((term, factor),) = terms
+        if factor != -1 or term.kind != "lse" or term.base != form.base:
+            continue
+        operands = zip(form.base.dot.ins, forms.sides[form.base.dot])
+        roots = [forms.peel(u, dims)[0] for u, dims in operands]
+        if any(u not in g.maker and g.avals[u].ndim <= 2 for u in roots):
+            continue  # logits of a kernel, or a router's
+        if (why := _before_a_product(g, v)) is not None:
+            done.add(form.base.dot)
+            yield v, f"its probabilities are changed ({why})"
+
+
+def _before_a_product(program: Program, v: int) -> str | None:
+    """Returns what changes a value before a product reads it; None if none does."""
+    names, seen, stack = {}, {v}, [v]
+    size, reached = program.avals[v].size, False
+    while stack:
+        for reader in program.readers.get(stack.pop(), ()):
+            reached |= reader.name == "dot_general"
+            names[reader.name] = reader
+            for out in reader.outs:
+                if out not in seen and program.avals[out].size == size:
+                    seen.add(out)
+                    stack.append(out)
+    if not reached:
+        return None
+    selects = [e.ins[0] for name, e in names.items() if name == "select_n"]
+    random = any(program.maker.get(u) and is_random(program, u) for u in selects)
+    if random:
+        return "dropout"
+    return ", ".join(name for name in names if name in _CHANGING) or None
+
+
+def is_random(program: Program, v: int) -> bool:
+    """Tells if a value is made of random numbers."""
+    stack, seen = [v], set()
+    while stack:
+        made = program.maker.get(stack.pop())
+        if made is not None and made not in seen:
+            if made.name in _RANDOM:
+                return True
+            seen.add(made)
+            stack += made.ins
+    return False

@@ -1,0 +1,182 @@
+"""Forms: values as linear functions of the scores of one product, or their exponentials."""
+
+import dataclasses
+import math
+from dataclasses import replace
+from typing import Any
+
+from .constants import ARITHMETIC
+from .labels import Dims, Label, Labels, expand
+from .program import Equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A mask, by which scores are replaced by a number, or have it added.
+
+    Attributes:
+      value, dims: the booleans.
+      keep: what they are where the scores stay.
+      fill: the number. It has gone through what the scores went through.
+      added: it is added to the scores, which then count in a row without any other.
+      changed: a bias was added after it: a row of fills is not uniform.
+    """
+
+    value: int
+    dims: Dims
+    keep: bool
+    fill: float
+    added: bool = False
+    changed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """scale · lhs·rhs, or scale · tanh(inner · lhs·rhs); plus biases; masked.
+
+    Attributes:
+      dot: the product.
+      biases: (value, labels, factor) of what is added.
+      capped: the same of what is added before the tanh.
+      added: the dtypes that biases are added in.
+    """
+
+    dot: Equation
+    scale: float = 1.0
+    inner: float | None = None
+    biases: tuple[tuple[int, Dims, float], ...] = ()
+    masks: tuple[Mask, ...] = ()
+    capped: tuple[tuple[int, Dims, float], ...] = ()
+    added: frozenset[Any] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A function of scores that is constant along an axis: "max", "lse", "pick" or "total".
+
+    A maximum under `stop_gradient` is "stopped", another term: the two differ in their gradients.
+
+    Attributes:
+      labels: (value, labels) of the positions of a pick.
+      outside: what such a position gives where it is outside the axis: "0", "clip", "nan", or
+        "drop", which clips and has no gradient; with "all", the log-sum-exp is picked with it, as
+        of log-probabilities.
+    """
+
+    kind: str
+    base: Scores
+    axis: frozenset[Label]
+    labels: tuple[int, Dims] | None = None
+    outside: str = ""
+
+
+Terms = frozenset[tuple[Term, float]]
+
+
+MAXIMA = "max", "stopped"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """exp(scores + terms) · v."""
+
+    product: Equation
+    side: int  # v's side of the product
+    dims: Dims  # v's
+    axis: Labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A factor of losses: an array, or a mask that selects them (`select`)."""
+
+    value: int
+    dims: Dims
+    select: bool = False
+    keep: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """along · scores + terms, or its exponential.
+
+    Attributes:
+      hot: it is multiplied by an array of two numbers, a one-hot array: (value, labels) of the
+        positions, the axis, the number elsewhere, and there.
+      summed: what labels it was summed over.
+      mixed: the product with v, of an exponential.
+      safe: a maximum was subtracted before the exponential, which cannot overflow then.
+      weights: what losses were multiplied by, before they were summed.
+    """
+
+    base: Scores
+    dims: Dims
+    along: float = 1.0
+    terms: Terms = frozenset()
+    exp: bool = False
+    hot: Any = None
+    summed: frozenset[Label] = frozenset()
+    mixed: Mixed | None = None
+    safe: bool = False
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def soft(self) -> bool:
+        """Tells if it is an exponential of the scores along their axis."""
+        return self.exp and self.along == 1 and not self.mixed and not self.hot
+
+    @property
+    def is_scores(self) -> bool:
+        plain = not (self.exp or self.terms or self.hot or self.mixed or self.weights)
+        return plain and self.along == 1 and not self.summed
+
+    @property
+    def is_maximum(self) -> bool:
+        return (
+            not self.exp
+            and not self.along
+            and bool(self.terms)
+            and all(t.kind in MAXIMA for t, _ in self.terms)
+        )
+
+    @property
+    def is_attention(self) -> bool:
+        if self.mixed is None or not self.exp:
+            return False
+        lse = Term("lse", self.base, frozenset(expand(self.mixed.axis)))
+        return self.terms == {(lse, -1.0)}
+
+    @property
+    def is_loss(self) -> bool:
+        """Tells if it is log-sum-exps and picked elements alone, of the same scores and axis."""
+        if self.exp or self.along or self.hot or self.mixed or not self.terms:
+            return False
+        places = {(t.base, t.axis) for t, _ in self.terms}
+        labels = {(t.labels, t.outside) for t, _ in self.terms if t.kind == "pick"}
+        return (
+            len(places) == 1
+            and len(labels) <= 1
+            and all(t.kind not in MAXIMA for t, _ in self.terms)
+        )
+
+
+def plus(a: Terms, b: Terms, factor: float = 1.0) -> Terms:
+    """Returns a + factor · b; what cancels is gone, but for a pick that may be NaN."""
+    total, largest = dict(a), {t: abs(f) for t, f in a}
+    for term, f in b:
+        total[term] = total.get(term, 0.0) + factor * f
+        largest[term] = max(largest.get(term, 0.0), abs(factor * f))
+    stays = lambda t, f: abs(f) > ARITHMETIC * largest[t] or t.outside.endswith("nan")
+    return frozenset((t, f) for t, f in total.items() if stays(t, f))
+
+
+def scaled(form: Form, c: float) -> Form | None:
+    """Returns a form times a number."""
+    if form.exp or c == 0 or not math.isfinite(c):
+        return None
+    s = form.base
+    if form.along == 1 and not form.terms and not form.hot and c > 0:
+        biases = tuple((v, dims, f * c) for v, dims, f in s.biases)
+        masks = tuple(replace(m, fill=m.fill * c) for m in s.masks)
+        return replace(form, base=replace(s, scale=s.scale * c, biases=biases, masks=masks))
+    return replace(form, along=form.along * c, terms=plus(frozenset(), form.terms, c))

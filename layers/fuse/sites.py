@@ -1,0 +1,137 @@
+"""Sites: parts of a program that something else computes, and why others stay."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Left(Exception):
+    """Why a site stays as it is."""
+
+
+def at_ends(
+    program: Any,
+    values: Iterable[int],
+    chain: Callable[[int], Any],
+    site_of: Callable[[int], Any],
+) -> Iterator[Any]:
+    """Yields a site for each value at the end of a chain, where something else reads it.
+
+    Where the last value of a chain is left, those before it are tried. Yields the value and the
+    reason where all are left.
+
+    Args:
+      program: theirs.
+      values: those that have been found, in the program's order.
+      chain: the same for all values of a chain; None for a value of none.
+      site_of: raises Left, without a reason for a value that is never a site itself.
+    """
+    results, done = set(program.results), set()
+    for value in [v for v in values if chain(v) is not None][::-1]:
+        readers = program.readers.get(value, ())
+        if value not in results and len(readers) == 1 and chain(readers[0].outs[0]) == chain(value):
+            continue
+        made = program.maker.get(value)
+        if made is not None and made.name == "convert_element_type":
+            # A cast of what ends a chain itself, to a type that holds it: no site of its own.
+            given = made.ins[0]
+            is_end = given in results or len(program.readers.get(given, ())) > 1
+            dtypes = [program.avals[v].dtype for v in (given, value)]
+            if is_end and chain(given) == chain(value) and jnp.promote_types(*dtypes) == dtypes[1]:
+                continue
+        why, last = "", value
+        while value not in done:
+            done.add(value)
+            try:
+                yield site_of(value)
+                break
+            except Left as reason:
+                if not why:
+                    why, last = str(reason), value
+            before = [v for v in program.maker[value].ins if chain(v) == chain(value)]
+            if not before:
+                yield last, why
+                break
+            value = before[0]
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """A part of a program that something else computes.
+
+    Attributes:
+      outs: the values that are replaced.
+      reads: the values that they are computed from.
+      dead: values that nothing may read any more once `outs` are replaced.
+      what: its domain and its sizes, for the report.
+      served: what computes it.
+      shares: the value whose gradient is added up in the products of all sites that share it.
+    """
+
+    outs: tuple[int, ...]
+    reads: tuple[int, ...]
+    dead: tuple[int, ...]
+    what: str
+    served: str
+    shares: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        """Returns the values of `outs`."""
+        raise NotImplementedError
+
+
+def called(function: Callable[..., Any], *arrays: Any, **static: Any) -> Any:
+    """Calls an operation of ours by a jitted function, which JAX traces once for all layers."""
+    names = tuple(sorted(static.items(), key=lambda item: item[0]))
+    return _jitted(function, names, os.environ.get("NORMFUSE_IMPLEMENTATION"))(*arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(function: Callable[..., Any], static: Any, implementation: str | None) -> Any:
+    del implementation  # tracing depends on it
+    return jax.jit(functools.partial(function, **dict(static)))
+
+
+class SiteFailed(Exception):
+    def __init__(self, site: Site, error: Exception):
+        super().__init__(str(error))
+        self.site, self.error = site, error
+
+
+class Theirs(Exception):
+    """An error of the user's own code."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+def fitted(y: Any, aval: Any) -> Any:
+    """Returns what a site has computed, if it has the type of what it stands for.
+
+    Values that sites alone pass on have none.
+    """
+    if aval is None:
+        return y
+    y = jnp.asarray(y)
+    made = jax.typeof(y)
+    if made.shape != aval.shape or made.dtype != aval.dtype or made.weak_type != aval.weak_type:
+        raise Left(f"what replaces it is {made.str_short()}, not {aval.str_short()}")
+    if aval.sharding.mesh.explicit_axes and made.sharding.spec != aval.sharding.spec:
+        return jax.sharding.reshard(y, aval.sharding)
+    return y
+
+
+def explained(error: Exception) -> str:
+    """Returns the reason that a row gives for an error."""
+    text = str(error).strip().splitlines()
+    return (
+        text[0][:200]
+        if isinstance(error, Left) and text
+        else f"{type(error).__name__}: {text[0][:160] if text else ''}"
+    )

@@ -1,0 +1,97 @@
+"""`fuse` of losses beside which a function counts the words that the logits rank first."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import fuse
+from normfuse.layers.cross_entropy import op
+from normfuse.layers.cross_entropy.linear import best_words
+
+ROWS, N, V = (2, 6), 8, 16
+
+
+def operands(dtype="float32"):
+    """x whose rows are NaN, of equal logits, and random; a kernel with equal words; labels."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (*ROWS, N), dtype).at[0, 0].set(jnp.nan).at[0, 1].set(0)
+    kernel = jax.random.normal(keys[1], (N, V), dtype)
+    return (
+        x,
+        kernel.at[:, V // 2 :].set(kernel[:, : V // 2]),
+        jax.random.randint(keys[2], ROWS, 0, V),
+    )
+
+
+def step(logits, counted=lambda z, y: z.argmax(-1)):
+    """A loss of rows that are not NaN, and a statistic of the logits."""
+
+    def function(x, kernel, y):
+        z = logits(x, kernel)
+        each = optax.softmax_cross_entropy_with_integer_labels(z, y)
+        return jnp.where(jnp.arange(ROWS[1]) > 0, each, 0).sum(), counted(z, y)
+
+    return function
+
+
+CASES = {
+    "words": step(lambda x, w: x @ w),
+    "accuracy": step(lambda x, w: x @ w, lambda z, y: (jnp.argmax(z, -1) == y).mean()),
+    "soft cap": step(lambda x, w: 2 * jnp.tanh(x @ w / 2)),
+    "bias": step(lambda x, w: x @ w + jnp.arange(V, dtype=w.dtype) % 3),
+    "words hidden": step(lambda x, w: jnp.where(jnp.arange(V) < V - 2, x @ w, -1e9)),
+    "other rows": step(lambda x, w: x @ w, lambda z, y: z.argmax(-1).T),
+    "float32 of bfloat16": step(lambda x, w: (x @ w).astype("float32")),
+    "words first": step(lambda x, w: jnp.einsum("btd,dv->btv", x, w), lambda z, y: z.argmax(2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_words_need_no_logits(name):
+    x, kernel, y = operands("bfloat16" if "bfloat16" in name else "float32")
+    reports = []
+    fused = fuse(CASES[name], report=reports.append)
+    grad = lambda f: jax.jit(jax.value_and_grad(f, 1, has_aux=True))(x, kernel, y)[0]
+    (loss, words), (theirs, wanted) = grad(fused), grad(CASES[name])
+    np.testing.assert_array_equal(words, wanted)
+    np.testing.assert_allclose(loss, theirs, rtol=1e-6)
+    assert [row.served.split(":")[0] for row in reports[-1].rows] == ["linear_cross_entropy"] * 2
+    text = str(jax.make_jaxpr(fused)(x, kernel, y))
+    assert "cross_entropy_argmax" in text and "dot_general" not in text
+
+
+LEFT = {
+    "no loss": lambda x, w, y: (x @ w).argmax(-1),
+    "the loss is left": step(lambda x, w: x @ w, lambda z, y: (z.argmax(-1), z)),
+    "log-probabilities": step(lambda x, w: x @ w, lambda z, y: jax.nn.log_softmax(z).argmax(-1)),
+    "over rows": step(lambda x, w: x @ w, lambda z, y: z.argmax(1)),
+    "negative": step(lambda x, w: x @ w, lambda z, y: (-z).argmax(-1)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_statistics_keep_the_logits(name):
+    x, kernel, y = operands()
+    fused = fuse(LEFT[name], report=lambda report: None)
+    assert "argmax" not in str(jax.make_jaxpr(fused)(x, kernel, y)).replace(" argmax[", "")
+    jax.tree.map(
+        np.testing.assert_array_equal, fused(x, kernel, y)[1:], LEFT[name](x, kernel, y)[1:]
+    )
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P(None, "b"), P(None, ("a", "b"))])
+def test_a_split_vocabulary_has_the_first_of_the_best(eight_devices, types, spec, monkeypatch):
+    monkeypatch.setattr(op, "CHUNK_BYTES", 4 * 5 * V)  # five rows a chunk
+    x, kernel, _ = operands()
+    mesh = jax.make_mesh((2, 4), ("a", "b"), (types, types), devices=eight_devices)
+    rows = P() if "a" in spec[1] else P("a")
+    bias = jnp.zeros(V).at[1].set(-jnp.inf)
+    with jax.set_mesh(mesh):
+        split = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, rows), (kernel, spec)))
+        words = jax.jit(best_words)(*split, bias=jax.device_put(bias, NamedSharding(mesh, P())))
+    np.testing.assert_array_equal(words, jnp.argmax(x @ kernel + bias, -1))

@@ -1,0 +1,255 @@
+"""Dense layers in every context of JAX's: one table, since they share `core` and its derivative.
+
+In each context a layer has the values and gradients that it has by itself.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from combinations import half
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import dense, gated_dense, gated_product
+from normfuse.layers.dense import gated
+from normfuse.layers.dense.fp8 import products_saveable
+from normfuse.layers.quantization import kernel_codes_saveable
+
+pytestmark = pytest.mark.optimized
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+ROWS, IN, OUT = (8, 4), 32, 48
+
+
+def mlp(x, gate, up, down, bias, *, implementation=None, **options):
+    kernels, biases = {"gate": gate, "up": up, "down": down}, {"gate": bias, "up": bias}
+    options |= {"dtype": x.dtype, "implementation": implementation, "activation": "silu"}
+    return gated.mlp(x, kernels, biases, **options)
+
+
+# name -> (layer, shapes of what follows x)
+LAYERS = {
+    "dense": (functools.partial(dense, activation="silu"), [(IN, OUT), (OUT,)]),
+    "gated_dense": (gated_dense, [(IN, OUT)] * 2),
+    "gated_product": (lambda x, k, **o: gated_product(x, 2 - x, k, **o), [(IN, OUT)]),
+    "mlp": (mlp, [(IN, OUT), (IN, OUT), (OUT, IN), (OUT,)]),
+}
+OPS = {name: layer for name, (layer, _) in LAYERS.items()} | {
+    f"{name}, fp8": functools.partial(layer, quantization="fp8")
+    for name, (layer, _) in LAYERS.items()
+}
+
+
+def draw(rng, name, dtype=f32):
+    """(operands, a gradient of the result)."""
+    shapes = LAYERS[name.removesuffix(", fp8")][1]
+    arrays = [rng.standard_normal((*ROWS, IN)), *map(rng.standard_normal, shapes)]
+    arrays = [a / np.sqrt(a.shape[0]) if a.ndim == 2 else a for a in arrays]
+    args = [jnp.asarray(a, dtype) for a in arrays]
+    out = jax.eval_shape(OPS[name], *args)
+    return args, jnp.asarray(rng.standard_normal(out.shape), dtype)
+
+
+def both_ways(op):
+    """(args, dy) -> (y, the gradients of all of args)."""
+
+    def run(args, dy):
+        y, pull = jax.vjp(op, *args)
+        return y, list(pull(dy))
+
+    return run
+
+
+def check(name, got, want):
+    """Sums in another order, some of which may have the next FP8 code then."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        limit = 1e-3 if "fp8" in name else 64 * 2.0**-23
+        assert np.linalg.norm(a - b) <= limit * np.linalg.norm(b), name
+
+
+def by_rows(axis):
+    """vmap over an axis of rows; parameters are shared."""
+    return lambda op: lambda x, *p: jax.vmap(lambda x: op(x, *p), axis, axis)(x)
+
+
+def scanned(op):
+    """A loop over stacks of one."""
+    step = lambda x, p: (x, op(x, *p))
+    return lambda x, *p: jax.lax.scan(step, x, [a[None] for a in p])[1][0]
+
+
+def checkpointed(**options):
+    return lambda op: jax.checkpoint(op, **options)
+
+
+CONTEXTS = {
+    "vmap": by_rows(0),
+    "vmap over the second axis": by_rows(1),
+    "vmap of vmap": lambda op: by_rows(0)(by_rows(0)(op)),
+    "scan": scanned,
+    "scan of checkpoint": lambda op: scanned(jax.checkpoint(op)),
+    "checkpoint": checkpointed(),
+    "checkpoint of products": checkpointed(policy=jax.checkpoint_policies.dots_saveable),
+    "checkpoint of everything": checkpointed(policy=jax.checkpoint_policies.everything_saveable),
+    "checkpoint of FP8 products": checkpointed(policy=products_saveable),
+    "checkpoint of kernels' codes": checkpointed(policy=kernel_codes_saveable),
+    "cond": lambda op: lambda x, *p: jax.lax.cond(x[0, 0, 0] < 9, op, lambda *a: 0 * op(*a), x, *p),
+    "jit of jit": lambda op: jax.jit(jax.jit(op)),
+}
+# A third of the table, every context and every layer in it: what they share is `core`'s.
+PAIRS = [(c, o) for i, c in enumerate(CONTEXTS) for j, o in enumerate(OPS) if (i + j) % 3 == 0]
+
+
+@pytest.mark.parametrize("context, name", PAIRS)
+def test_a_context_changes_nothing(context, name, rng):
+    args, dy = draw(rng, name)
+    want = jax.jit(both_ways(OPS[name]))(args, dy)
+    check(name, jax.jit(both_ways(CONTEXTS[context](OPS[name])))(args, dy), want)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_of_each_example(name, rng):
+    """vmap of gradients, and gradients of stacked parameters, also of one x: as one by one."""
+    args, dy = draw(rng, name)
+    run = both_ways(OPS[name])
+    axes = [0, *[None] * (len(args) - 1)]
+    got = jax.jit(jax.vmap(lambda x, *rest: run([x, *rest[:-1]], rest[-1]), (*axes, 0)))
+    if "fp8" not in name:
+        want = [run([args[0][i], *args[1:]], dy[i]) for i in range(ROWS[0])]
+        want = jax.tree.map(lambda *each: jnp.stack(each), *want)
+        check(name, got(*args, dy), want)
+    factors = [1, 1] if "fp8" in name else [1, -0.5]  # in FP8 all examples' rows share a scale
+    stacks = [jnp.stack([a * f for f in factors]) for a in args]
+    found = jax.jit(both_ways(jax.vmap(OPS[name])))(stacks, jnp.stack([dy, dy]))
+    one = [run([a * f for a in args], dy) for f in factors]
+    check(name, found, jax.tree.map(lambda *each: jnp.stack(each), *one))
+    shared = jax.vmap(OPS[name], (None, *[0] * (len(args) - 1)))
+    found = jax.jit(both_ways(shared))([args[0], *stacks[1:]], jnp.stack([dy, dy]))
+    ys, gradients = zip(*[run([args[0], *(a * f for a in args[1:])], dy) for f in factors])
+    dx, *rest = [jnp.stack(each) for each in zip(*gradients)]
+    check(name, found, (jnp.stack(ys), [dx.sum(0), *rest]))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("last", [False, True], ids=["x", "all"])
+def test_forward_and_reverse_mode_agree(name, last, rng):
+    """⟨dy, J t⟩ of both; in FP8 the reverse differs by its own quantization of dy."""
+    args, dy = draw(rng, name)
+    tangents, _ = draw(rng, name)
+    count = len(args) if last else 1
+    f = lambda *moving: OPS[name](*moving, *args[count:])
+    primals, along = args[:count], tangents[:count]
+    y, moved = jax.jit(lambda: jax.jvp(f, primals, along))()
+    gradients = jax.jit(lambda: jax.vjp(f, *primals)[1](dy))()
+    reverse = sum(jnp.vdot(g, t) for g, t in zip(gradients, along, strict=True))
+    size = sum(jnp.linalg.norm(g) * jnp.linalg.norm(t) for g, t in zip(gradients, along))
+    check(name, y, OPS[name](*args))
+    assert abs(jnp.vdot(moved, dy) - reverse) < (0.02 if "fp8" in name else 1e-5) * size
+
+
+SECOND = {
+    "reverse over reverse": lambda f, x: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(f)(x))))(x),
+    "forward over reverse": lambda f, x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
+    "forward over forward": lambda f, x: jax.jvp(lambda x: jax.jvp(f, (x,), (x,))[1], (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("order", SECOND)
+@pytest.mark.parametrize("name", OPS)
+def test_second_derivatives(name, order, rng):
+    """Those of plain JAX; in FP8 there are none, and one clear error."""
+    args, _ = draw(rng, name)
+    for i in (0, 1):
+        of = lambda op, i=i: lambda a: jnp.sum(jnp.sin(op(*args[:i], a, *args[i + 1 :])))
+        if "fp8" in name:
+            message = "^[a-zA-Z_]+: quantization='fp8' has first derivatives only; .*=None"
+            with pytest.raises(TypeError, match=message):
+                SECOND[order](of(OPS[name]), args[i])
+            continue
+        theirs = functools.partial(OPS[name], implementation="xla")
+        run = jax.jit(lambda a, f, of=of: SECOND[order](of(f), a), static_argnums=1)
+        check(name, run(args[i], OPS[name]), run(args[i], theirs))
+
+
+# ---------------------------------------------------------------- meshes
+
+SPECS = {  # x, kernels, the result
+    "rows": (P("data"), P(), P("data")),
+    "fsdp": (P(("data", "tensor")), P("data"), P(("data", "tensor"))),
+    "columns": (P("data"), P(None, "tensor"), P("data", None, "tensor")),
+}
+
+
+def on_mesh(kind):
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+
+
+@pytest.mark.parametrize(
+    "name, split, kind", half(OPS, SPECS, [AxisType.Auto, AxisType.Explicit]), ids=str
+)
+def test_a_mesh_changes_nothing(name, split, kind, rng, eight_devices):
+    del eight_devices
+    args, dy = draw(rng, name)
+    want = jax.jit(both_ways(OPS[name]))(args, dy)
+    row, kernel, out = SPECS[split]
+    if "mlp" in name and split == "columns":
+        kernel, out = P(), P("data")
+    mesh = on_mesh(kind)
+    with jax.set_mesh(mesh):
+        spec = lambda a: row if a.ndim == 3 else kernel if a.ndim == 2 else P(*kernel[1:])
+        place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+        given = [place(a, spec(a)) for a in args]
+        check(name, jax.jit(both_ways(OPS[name]))(given, place(dy, out)), want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["dense", "gated_dense", "gated_product", "mlp"])
+def test_shard_map_changes_nothing(name, check_vma, rng, eight_devices):
+    del eight_devices
+    args, dy = draw(rng, name)
+    rows = P(("data", "tensor"))
+    specs = (rows, *[P()] * (len(args) - 1))
+    options = {"in_specs": specs, "out_specs": rows, "check_vma": check_vma}
+    mapped = jax.shard_map(OPS[name], mesh=on_mesh(AxisType.Auto), **options)
+    check(name, jax.jit(both_ways(mapped))(args, dy), jax.jit(both_ways(OPS[name]))(args, dy))
+
+
+# ---------------------------------------------------------------- programs that leave the process
+
+
+def allowed():
+    calls = ("quantize", "quantize_amax", "quantize_cast", "quantize_gated", "quantize_gated_amax")
+    calls += ("quantize_gated_gradient", "launch")
+    return [export.DisabledSafetyCheck.custom_call(f"normfuse_{name}") for name in calls]
+
+
+@pytest.mark.parametrize(
+    "name, symbolic", [("dense", False), ("mlp", True), ("gated_product, fp8", False)]
+)
+def test_export_changes_nothing(name, symbolic, rng):
+    args, dy = draw(rng, name)
+    run, types = jax.jit(both_ways(OPS[name])), (args, dy)
+    if symbolic:
+        (rows,) = export.symbolic_shape("b")
+        of = lambda a: (rows, *a.shape[1:]) if a.ndim == 3 else a.shape
+        types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(of(a), a.dtype), types)
+    exported = export.export(run, disabled_checks=allowed())(*types)
+    again = jax.jit(export.deserialize(exported.serialize()).call)
+    check(name, again(args, dy), run(args, dy))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_strict_promotion_of_dtypes_and_ranks(name, rng):
+    args, dy = draw(rng, name, bf16)
+    args = [args[0], *(a.astype(f32) for a in args[1:])]
+    run = both_ways(OPS[name])
+    want = run(args, dy)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = run(args, dy)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

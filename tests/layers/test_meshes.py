@@ -1,0 +1,357 @@
+"""Meshes: Auto, Explicit and mixed axes, and what is communicated there"""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from combinations import half
+from hlo import Collective
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rms_norm_cases import SPECS, Batch, Case, put
+
+from normfuse import rms_norm
+
+FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
+SPLIT_FORWARD = {"apply": 1, "row_statistics": 1}
+SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_statistics": 1}  # y is not asked for
+N, FLOAT = 16 * 4, 4  # bytes of scale and of its gradient; of a number
+ON = pytest.mark.parametrize("kind", ["auto", "explicit"])
+
+
+@pytest.fixture
+def mesh(kind, request):
+    chosen = request.getfixturevalue(f"{kind}_mesh")
+    with jax.set_mesh(chosen):
+        yield chosen
+
+
+def place(mesh, a, *spec):
+    return jax.device_put(a, NamedSharding(mesh, P(*spec)))
+
+
+def reduced(*sizes):
+    return [Collective("all-reduce", size) for size in sorted(sizes)]
+
+
+def communicates(fn, *args, **jit):
+    return hlo.collectives(jax.jit(fn, **jit).lower(*args).compile())
+
+
+# Collectives of the forward and the backward: where rows are split, scale's gradient alone, over
+# exactly the axes that they use; where features are, one number a row each way.
+COMMUNICATED = {
+    "rows": ([], reduced(N)),
+    "rows over both axes": ([], reduced(N)),
+    "rows in two dimensions": ([], reduced(N)),
+    "features": (reduced(4 * FLOAT), reduced(2 * 4 * FLOAT, N // 2)),
+    "features over both axes": (reduced(16 * FLOAT), reduced(2 * 16 * FLOAT)),
+    "replicated": ([], []),
+}
+CENTRED = {  # a layer norm gathers two numbers of each part of a row
+    "rows in two dimensions": ([], reduced(2 * N)),
+    "features": ([Collective("all-gather", 2 * 4 * 2 * FLOAT)], None),
+    "features over both axes": ([Collective("all-gather", 8 * 16 * 2 * FLOAT)], None),
+}
+EVERY = [
+    *(("residual_rms_norm", None, kind, name) for kind in ("auto", "explicit") for name in SPECS),
+    *(("rms_norm", None, kind, "features") for kind in ("auto", "explicit")),
+    *(("residual_rms_norm", None, "mixed", name) for name in ("rows", "features")),
+    *(("residual_rms_norm", "float32", *one) for one in half(["auto", "explicit"], [*CENTRED])),
+    *(("residual_layer_norm", "float32", *one) for one in half(["auto", "explicit"], [*CENTRED])),
+    ("residual_layer_norm", "float32", "explicit", "features over both axes"),
+]
+
+
+@pytest.mark.parametrize("op, bias, kind, layout", EVERY, ids=str)
+def test_layouts(op, bias, kind, layout, mesh, serve):
+    """every way to split x: y is split as x is, and no more is communicated than must be"""
+    case, spec = Case(op, bias=bias), SPECS[layout]
+    stored = P(spec[2]) if len(spec) == 3 else P()
+    args = [place(mesh, a, *(spec if a.ndim == 3 else stored)) for a in case.args]
+    cts = [place(mesh, ct, *spec) for ct in case.cts]
+    split = layout.startswith("features")
+    title = f"{kind.capitalize()} axes: {layout}"
+    calls = SPLIT_FORWARD if split else FORWARD
+    text, out = serve(case, case, *args, expected=case.values(), calls=calls, title=title)
+    assert all(y.sharding.is_equivalent_to(args[0].sharding, y.ndim) for y in out)
+    if kind == "explicit":
+        assert jax.eval_shape(case, *args)[0].sharding.spec == P(*spec)
+    calls = SPLIT_BOTH if split else BOTH
+    backward, grads = serve(
+        case, case.grad, *args, *cts, expected=case.gradients(), calls=calls, title=title
+    )
+    forward, both = (CENTRED if "layer" in op else COMMUNICATED)[layout]
+    assert hlo.collectives(text) == forward
+    if bias is None or op == "residual_layer_norm" and both is not None:
+        assert hlo.collectives(backward) == both
+    else:  # a bias adds its gradient to scale's
+        kinds = [c.kind for c in hlo.collectives(backward)]
+        assert kinds.count("all-gather") <= 1 and len(kinds) <= 3
+
+
+@ON
+@pytest.mark.parametrize("stored", [P("data"), P("model"), P(("data", "model"))], ids=str)
+def test_sharded_scale(case, serve, mesh, stored):
+    """a scale stored sharded (FSDP): it is gathered, and its gradient summed, and nothing else"""
+    args, cts = put(mesh, case, SPECS["rows"], stored)
+    text, _ = serve(case, case, *args, expected=case.values())
+    assert hlo.collectives(text) == [Collective("all-gather", N)]
+    like = tuple(a.sharding for a in args)
+    expected = case.gradients()
+    text, grads = serve(
+        case, case.grad, *args, *cts, expected=expected, calls=BOTH, out_shardings=like
+    )
+    assert sum(c.kind == "all-gather" for c in hlo.collectives(text)) == 1
+    assert len(hlo.collectives(text)) == 2 and grads[-1].sharding.spec == stored
+
+
+@ON
+def test_split_features_with_a_replicated_scale_gather_only_its_gradient(case, mesh):
+    args, cts = put(mesh, case, SPECS["features"])
+    assert communicates(case, *args) == reduced(4 * FLOAT)
+    gather = [Collective("all-gather", N)]
+    assert communicates(case.grad, *args, *cts) == gather + reduced(2 * 4 * FLOAT, N // 2)
+
+
+@ON
+def test_narrow_scale_has_its_gradient_summed_wide(mesh):
+    """Across devices too: float32 sums, rounded to bfloat16 once."""
+    case = Case("rms_norm", x="bfloat16", scale="bfloat16")
+    args, cts = put(mesh, case, SPECS["rows"])
+    assert communicates(case.grad, *args, *cts) == reduced(N)
+
+
+@ON
+@pytest.mark.parametrize("split", [None, "model"])
+def test_split_heads_do_not_communicate(mesh, split):
+    """Each device has the scale of its heads; its gradient is summed over the rows' axis alone."""
+    rng = np.random.default_rng(0)
+    x, dy = (rng.standard_normal((8, 2, 16)).astype(np.float32) for _ in range(2))
+    scale = rng.standard_normal((2, 16)).astype(np.float32)
+    args = [
+        place(mesh, x, "data", split),
+        place(mesh, scale, split),
+        place(mesh, dy, "data", split),
+    ]
+    assert communicates(rms_norm, *args[:2]) == []
+    run = jax.jit(lambda x, scale, dy: jax.vjp(rms_norm, x, scale)[1](dy))
+    assert communicates(run, *args) == reduced(2 * N // (2 if split else 1))
+    dx, dscale = map(np.asarray, run(*args))
+    for head in range(2):
+        of_dx, of_dscale = reference.backward(dy[:, head], x[:, head], scale[head])
+        reference.assert_close(dx[:, head], of_dx)
+        reference.assert_close(dscale[head], of_dscale)
+
+
+@pytest.mark.parametrize(
+    "kind, layout, stored", half(["auto", "explicit"], SPECS, [P(), P("model")]), ids=str
+)
+def test_no_more_than_plain_jax(mesh, layout, stored):
+    """The same formula in jnp, partitioned by XLA, moves at least as much in each direction.
+
+    Gradients are stored as the operands are, as in training.
+    """
+    case = Case("rms_norm")
+    args, cts = put(mesh, case, SPECS[layout], stored)
+    plain = functools.partial(case.grad, implementation="xla")
+    like = tuple(a.sharding for a in args)
+    ours, twin = (communicates(f, *args, *cts, out_shardings=like) for f in (case.grad, plain))
+    assert sum(c.bytes for c in ours) <= sum(c.bytes for c in twin) and len(ours) <= len(twin)
+
+
+def test_bare_ffi_call_gathers_and_the_op_does_not(eight_devices):
+    """Why there is an op around the kernel: XLA knows nothing of a custom call."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = place(mesh, np.ones((64, 128, 1), np.float32), "data")
+    bare = jax.ffi.ffi_call("normfuse_norm_forward", [jax.ShapeDtypeStruct(x.shape, x.dtype)])
+    flags = {"centred": False, "has_residual": False, "has_scale": False, "has_bias": False}
+    flags |= {"cast_before": False, "with_mean": False, "with_rstd": False}
+    call = lambda x: bare(x, eps=np.float64(1e-6), scale_offset=np.float64(0), **flags)[0]
+    assert communicates(call, x) == [Collective("all-gather", x.nbytes)]
+    assert communicates(functools.partial(rms_norm, axis=1), x) == []
+
+
+# ---------------------------------------------------------------- operands of other kinds
+
+
+@ON
+def test_eager(case, serve, mesh):
+    """without `jit`, on a mesh: the sharding is kept"""
+    args, cts = put(mesh, case, SPECS["features"])
+    out, pullback = jax.vjp(functools.partial(case, implementation="native"), *args)
+    case.check(out, case.values())
+    case.check(pullback(tuple(cts)), case.gradients())
+    assert all(y.sharding.is_equivalent_to(args[0].sharding, y.ndim) for y in out)
+    serve.record("native")
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_constraint_inside_is_enough(auto_mesh, layout, serve):
+    """Auto axes, where nothing but `with_sharding_constraint` says how x is split"""
+    case = Case("residual_rms_norm")
+    split = lambda a: jax.lax.with_sharding_constraint(a, SPECS[layout])
+    fn = lambda x, r, scale: [split(y) for y in case(split(x), split(r), scale)]
+    calls = SPLIT_FORWARD if layout.startswith("features") else FORWARD
+    with jax.set_mesh(auto_mesh):
+        text, _ = serve(case, fn, *case.args, expected=case.values(), calls=calls)
+    assert hlo.collectives(text) == COMMUNICATED[layout][0]
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_explicit_operands_of_no_mesh(serve, explicit_mesh, split):
+    """Explicit axes, and x or a residual on no mesh yet"""
+    case = Case("residual_rms_norm")
+    args = list(map(jnp.asarray, case.args))
+    args[split] = place(explicit_mesh, args[split], "data")
+    with jax.set_mesh(explicit_mesh):
+        fn = lambda one: case(*args[:split], one, *args[split + 1 :])
+        _, out = serve(case, fn, args[split], expected=case.values())
+    assert jax.typeof(out[0]).sharding.spec == P("data", None, None)
+
+
+@ON
+@pytest.mark.parametrize("axis", [0, 1, (0, 2), (1, 2)], ids=str)
+def test_normalised_axes_of_a_split_array(serve, mesh, kind, axis):
+    """`axis` other than the last, of a split array"""
+    case = Case("residual_rms_norm", (8, 4, 16), axis=axis)
+    for spec in (P("data", "model", None), P(None, "model", "data")):
+        args, _ = put(mesh, case, spec)
+        calls = SPLIT_BOTH if any(spec[a] for a in case.axes) else BOTH
+        cts = [place(mesh, ct, *spec) for ct in case.cts]
+        serve(case, case.grad, *args, *cts, expected=case.gradients(), calls=calls)
+
+
+@pytest.mark.parametrize("shape", [(7, 2, 16), (8, 2, 15), (9, 3, 5)], ids=str)
+def test_dimension_that_the_mesh_does_not_divide_is_counted_once(serve, auto_mesh, shape):
+    """Auto axes that do not divide x: padding, made ones here, reaches no sum"""
+    case = Case("residual_rms_norm", shape)
+    place = lambda a: jax.lax.with_sharding_constraint(a, P("data", None, "model"))
+    split = lambda a: jnp.where(place(a) == 0, 1, place(a))
+    fn = lambda x, r, scale, *cts: case.grad(split(x), split(r), scale, *map(split, cts))
+    calls = BOTH if shape[2] % 2 else SPLIT_BOTH
+    with jax.set_mesh(auto_mesh):
+        serve(case, fn, *case.args, *case.cts, expected=case.gradients(), calls=calls)
+
+
+def test_reshape_that_splits_a_mesh_axis_does_not_communicate(serve, eight_devices):
+    """a reshape that splits a mesh axis in two: tokens as batch and sequence"""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    case = Case("rms_norm", (4, 16, 24))
+    x, ct = (place(mesh, a.reshape(64, 24), "data") for a in (case.args[0], case.cts[0]))
+
+    def fn(x, scale, ct):
+        dx, dscale = case.grad(x.reshape(4, 16, 24), scale, ct.reshape(4, 16, 24))
+        return dx.reshape(64, 24), dscale
+
+    expected = [g.map(lambda a: a.reshape(-1, 24).squeeze()) for g in case.gradients()]
+    text, _ = serve(case, fn, x, case.args[1], ct, expected=expected, calls=BOTH)
+    assert hlo.collectives(text) == reduced(24 * FLOAT)
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    case = Case("rms_norm", (3, 4, 16))
+    x = place(mesh, case.args[0].reshape(3, 64), None, "model")
+    grad = lambda x, scale: case.grad(x.reshape(3, 4, 16), scale)
+    serve(case, grad, x, case.args[1], expected=case.gradients(), calls=SPLIT_BOTH)
+
+
+def test_gradient_split_otherwise_moves_alone(auto_mesh):
+    """x's split decides: a cotangent that comes otherwise is brought to it, x stays."""
+    case = Case("rms_norm", (8, 16, 16))
+    x = place(auto_mesh, case.args[0], "data")
+    ct = place(auto_mesh, case.cts[0], None, "data")
+    fn = jax.jit(case.grad, out_shardings=(x.sharding, None))
+    compiled = fn.lower(x, case.args[1], ct).compile()
+    (moved,) = [c for c in hlo.collectives(compiled) if c.kind != "all-reduce"]
+    assert moved.kind in ("all-to-all", "all-gather") and moved.bytes <= ct.nbytes
+    case.check(compiled(x, case.args[1], ct), case.gradients())
+
+
+@pytest.mark.parametrize(
+    "shape, names, order",
+    [
+        ((2, 4), ("model", "data"), [5, 2, 7, 0, 1, 6, 3, 4]),
+        ((1, 8), ("data", "model"), range(8)),
+        ((1,), ("data",), range(8)),
+    ],
+    ids=["devices in another order", "an axis of size one", "one device"],
+)
+def test_other_meshes(serve, eight_devices, shape, names, order):
+    """a mesh of devices in an order of its own, axes of size one"""
+    devices = np.array(eight_devices)[[*order]][: np.prod(shape)]
+    mesh, case = Mesh(devices.reshape(shape), names), Case("rms_norm")
+    layout = "features" if order != range(8) else "rows"
+    args, cts = put(mesh, case, SPECS[layout])
+    calls = SPLIT_BOTH if layout == "features" else BOTH
+    serve(case, case.grad, *args, *cts, expected=case.gradients(), calls=calls)
+
+
+def test_ranks_in_one_program(serve, auto_mesh):
+    """the op on arrays of several ranks in one program"""
+    flat, deep = Case("rms_norm", (8, 6), axis=1), Case("rms_norm", (8, 6, 4), axis=1)
+    args = [*put(auto_mesh, flat, P("data"))[0], *put(auto_mesh, deep, P("data"))[0]]
+    fn = lambda a, b, c, d: (flat(a, b), deep(c, d))
+    expected = [*flat.values(), *deep.values()]
+    serve(flat, fn, *args, expected=expected, calls={"forward": 2})
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64", None), ("float32", None, "float64")])
+def test_float64_on_a_mesh(serve, auto_mesh, dtypes):
+    """float64 on a mesh"""
+    x, scale, dtype = dtypes
+    with jax.enable_x64(True):
+        case = Case("residual_rms_norm", x=x, scale=scale or x, dtype=dtype)
+        args, cts = put(auto_mesh, case, SPECS["features"])
+        serve(case, case.grad, *args, *cts, expected=case.gradients(), calls=SPLIT_BOTH)
+
+
+@pytest.mark.parametrize("kind, inside", [("explicit", "auto"), ("auto", "explicit")])
+def test_axes_of_the_other_kind_inside(case, serve, mesh, kind, inside):
+    """`auto_axes` inside Explicit axes, and `explicit_axes` inside Auto axes"""
+    rows = P("data", None, None)
+    args, cts = put(mesh, case, rows)
+    specs = (*[rows] * (len(args) - 1), P(None))
+    if inside == "auto":
+        fn = jax.sharding.auto_axes(case.grad, out_sharding=specs)
+    else:
+        fn = jax.sharding.explicit_axes(case.grad, in_sharding=(*specs, *[rows] * len(cts)))
+    serve(case, fn, *args, *cts, expected=case.gradients(), calls=BOTH)
+
+
+# ---------------------------------------------------------------- with transformations
+
+
+@ON
+def test_transformations(case, serve, mesh):
+    """`jvp`, `scan`, `checkpoint` on a mesh"""
+    args, cts = put(mesh, case, SPECS["features"])
+    tangents, _ = put(mesh, case.replace(args=case.tangents), SPECS["features"])
+
+    def fn(one, two, tangents, cts):
+        pushed = jax.jvp(case, tuple(one), tuple(tangents))[1]
+        step = lambda _, ct: (None, jax.grad(jax.checkpoint(case.loss), case.argnums)(*two, *ct))
+        grads = jax.lax.scan(step, None, [ct[None] for ct in cts])[1]
+        return pushed, jax.tree.map(lambda a: a[0], grads)
+
+    expected = [*case.pushed(), *case.gradients()]
+    calls = SPLIT_BOTH | {"row_statistics": 2}
+    serve(case, fn, args, args, tangents, cts, expected=expected, calls=calls, plain=True)
+
+
+@ON
+@pytest.mark.parametrize("at", [0, 1])
+def test_gradients_of_each_example(serve, mesh, kind, at):
+    """`vmap(grad)` on a mesh, and with `spmd_axis_name`: nothing is communicated"""
+    batch = Batch("rms_norm", (0, None), size=4)
+    spec = [None, None, None, None]
+    spec[at] = "data"
+    args = place(mesh, batch.args[0], *spec), batch.args[1], place(mesh, batch.cts[0], *spec)
+    name = {"spmd_axis_name": "data"} if kind == "auto" and at == 0 else {}
+    fn = jax.vmap(batch.case.grad, (0, None, 0), **name)
+    expected = batch.each("gradients")
+    text, _ = serve(batch.case, fn, *args, expected=expected, calls=BOTH, plain=True)
+    if at == 0:  # the examples' gradients belong to the device that has them
+        assert hlo.collectives(text) == []
