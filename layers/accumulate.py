@@ -68,8 +68,8 @@ def accumulate_gradients(
         divide, a loss that is not a scalar, an axis that the mesh does not have as Auto, specs
         without the structure of `params`, a state with `replicas`, or params that hold nnx
         Variables other than Params, such as running statistics: their updates would be lost.
-      TypeError: for specs that are not PartitionSpecs, or a state that `loss_fn` returns with
-        another structure, shape or dtype.
+      TypeError: for specs that are not PartitionSpecs, or a state whose structure, shapes or dtypes
+        every microbatch changes, which is JAX's own.
 
     References:
       Shoeybi et al., Megatron-LM, arXiv:1909.08053 (`gradient_accumulation_fusion`).

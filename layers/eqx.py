@@ -1,6 +1,6 @@
 """Equinox modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,8 @@ except ModuleNotFoundError as error:
 from ..native.implementation import Implementation
 from . import modules
 from .core.activations import Activation
-from .core.arguments import Quantization, unserved
+from .core.arguments import Quantization, options_of, unserved
+from .dense.dense import apply as apply_dense
 from .fuse.model import missing
 from .fuse.model import swap as swap
 from .norm import layer_norm, rms_norm
@@ -188,6 +189,13 @@ class Linear(modules.Linear, eqx.nn.Linear, _Options):
         if not self.unserved(x):
             x = _checked(self.name, "linear", x, self.weight.shape[1:])
         return self.multiply(x, lambda: super(Linear, self).__call__(x, key=key))
+
+    def multiply(self, x: Array, call: Callable[[], Array]) -> Array:
+        """Returns the layer of x; `call` is Equinox's own product."""
+        if reason := self.unserved(x):
+            return modules.linear_by_framework(self.name, reason, self, call)
+        options = options_of(self.name, self, self.compute_dtype(x, self.weight))
+        return apply_dense(x, self.weight, self.bias, contract=1, **options)
 
     def operands(self) -> tuple[Array, Array | None]:
         """Returns the weight and the bias."""

@@ -20,7 +20,13 @@ except ModuleNotFoundError as error:
 from ..native.implementation import Implementation
 from . import modules
 from .core.activations import Activation
-from .core.arguments import Quantization, dimensions_of, options_of, unserved
+from .core.arguments import (
+    Quantization,
+    dimensions_of,
+    options_of,
+    unserved,
+    unserved_of_flax,
+)
 from .dense.dense import apply as apply_dense
 from .dense.gated import mlp as gated_mlp
 from .fuse.model import missing
@@ -160,7 +166,7 @@ class Dense(_Linear, nn.Dense):
         """Multiplies the last axis of `inputs` by the kernel."""
         inputs = jnp.asarray(inputs)
         own = inputs.dtype, self.param_dtype
-        if reason := modules.unserved_of_flax(self, dtypes.promote_dtype, *own):
+        if reason := unserved_of_flax(self, dtypes.promote_dtype, *own):
             call = lambda: super(Dense, self).__call__(inputs)
             return modules.linear_by_framework("nn.Dense", reason, self, call)
         inputs = _rows("nn.Dense", inputs)

@@ -11,9 +11,8 @@ from jax import Array
 
 from ..native.implementation import Implementation, choose, report, requested
 from .core.activations import Activation, resolve
-from .core.arguments import Quantization, check_quantization, options_of, unserved
+from .core.arguments import Quantization, check_quantization, options_of
 from .core.op import placed
-from .dense.dense import apply as apply_dense
 from .dense.epilogue import finish
 from .dense.gated import apply_product
 from .dense.gated import mlp as apply_mlp
@@ -72,7 +71,7 @@ def set_options(
 
 
 class Linear:
-    """The calls of our linear layers in nnx and in Equinox."""
+    """The parts of our linear layers in nnx and in Equinox that a `GatedMLP` reads."""
 
     name: str
     contract = 0  # the axis of the kernel that x multiplies
@@ -91,14 +90,6 @@ class Linear:
     def compute_dtype(self, *arrays: Array | None) -> Any:
         """Returns the dtype of a product of these arrays."""
         raise NotImplementedError
-
-    def multiply(self, x: Array, call: Callable[[], Array], **options: Any) -> Array:
-        """Returns the layer of x; `call` is the framework's own product."""
-        if reason := self.unserved(x):
-            return linear_by_framework(self.name, reason, self, call)
-        kernel, bias = self.operands()
-        options |= options_of(self.name, self, self.compute_dtype(x, kernel, bias))
-        return apply_dense(x, kernel, bias, contract=self.contract, **options)
 
 
 def gated_mlp(
@@ -155,18 +146,6 @@ def _replaced(mlp: Any, layer: Any, linear: type, x: Array) -> str:
     if getattr(layer, "dtype", None) != getattr(mlp.up, "dtype", None):
         return f"another dtype of its {linear.__name__}"
     return layer.unserved(x)
-
-
-def unserved_of_flax(layer: Any, promote_dtype: Any, *dtypes: Any) -> str:
-    """Returns the part of a linear layer, and its inputs, that only Flax serves, or ""."""
-    products = {getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
-    reasons = {
-        "a precision": layer.precision is not None,
-        "a preferred_element_type": getattr(layer, "preferred_element_type", None) is not None,
-        "a dot_general of its own": not products <= {None, jax.lax.dot_general},
-        "a promote_dtype of its own": layer.promote_dtype is not promote_dtype,
-    }
-    return unserved(reasons, *dtypes, layer.dtype)
 
 
 def by_framework(

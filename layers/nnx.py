@@ -19,7 +19,14 @@ from ..native.implementation import Implementation
 from . import modules
 from .accumulate_nnx import accumulate_gradients as accumulate_gradients
 from .core.activations import Activation
-from .core.arguments import Quantization, dimensions_of, unserved
+from .core.arguments import (
+    Quantization,
+    dimensions_of,
+    options_of,
+    unserved,
+    unserved_of_flax,
+)
+from .dense.dense import apply as apply_dense
 from .fuse.model import missing
 from .fuse.model import swap as swap
 from .fuse_nnx import compare as compare
@@ -194,7 +201,11 @@ class Linear(modules.Linear, nnx.Linear):
         inputs = jnp.asarray(inputs)
         _check_features("nnx.Linear: inputs", inputs, self)
         call = lambda: super(Linear, self).__call__(inputs, out_sharding=out_sharding)
-        return self.multiply(inputs, call, out_sharding=out_sharding)
+        if reason := self.unserved(inputs):
+            return modules.linear_by_framework(self.name, reason, self, call)
+        kernel, bias = self.operands()
+        options = options_of(self.name, self, self.compute_dtype(inputs, kernel, bias))
+        return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
 
     def operands(self) -> tuple[Array, Array | None]:
         """Returns the kernel and the bias."""
@@ -203,7 +214,7 @@ class Linear(modules.Linear, nnx.Linear):
     def unserved(self, x: Array) -> str:
         """Returns the part of the layer and its input that only Flax serves, or ""."""
         own = [a.dtype for a in self.operands() if a is not None]
-        return modules.unserved_of_flax(self, dtypes.promote_dtype, x.dtype, *own)
+        return unserved_of_flax(self, dtypes.promote_dtype, x.dtype, *own)
 
     def compute_dtype(self, *arrays: Array | None) -> Any:
         """Returns the layer's dtype, or what the arrays promote to."""

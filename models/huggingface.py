@@ -342,8 +342,8 @@ def _open(file: Path) -> dict[str, Any]:
 
 def _has_own_head(stored: dict[str, Any]) -> bool:
     """Returns True for a head that is not the embedding; older files store a tied one twice."""
-    both = [stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens")]
-    return None not in both and not np.array_equal(*(array[:] for array in both))
+    head, embed = (stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+    return head is not None and embed is not None and not np.array_equal(head[:], embed[:])
 
 
 def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> None:
@@ -383,7 +383,7 @@ def from_huggingface(settings: Mapping[str, Any], **overrides: Any) -> Transform
     if kind not in list(_FAMILIES):  # a list: kind may be anything, hashable or not
         raise ValueError(f"model_type={kind!r} must be one of {', '.join(map(repr, _FAMILIES))}.")
     family = _FAMILIES[kind]
-    fields: dict[str, Any] = _FIELDS | family.fields
+    fields: dict[str, Any] = {**_FIELDS, **family.fields}
     names = {ours: of.name for ours, of in fields.items() if isinstance(of, _Setting)}
     for name in _OTHERS.split():
         if settings.get(name) and name not in names.values() and not fields.get(name):
@@ -461,7 +461,7 @@ def _canonical(c: TransformerConfig) -> TransformerConfig:
 def _settings(c: TransformerConfig, kind: str) -> dict[str, Any]:
     """Returns a family's settings with as much of the configuration as they express."""
     family = _FAMILIES[kind]
-    fields: dict[str, Any] = _FIELDS | family.fields
+    fields: dict[str, Any] = {**_FIELDS, **family.fields}
     values = vars(c) | {
         "activation": next(name for name, ours in _ACTIVATIONS.items() if ours == c.activation),
         "query_scale_dim": c.query_scale_dim or c.head_dim,

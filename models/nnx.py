@@ -59,7 +59,8 @@ class _Layers:
         self.ours = {"dtype": config.dtype, "implementation": config.implementation}
 
     def linear(self, n: int, m: int, use_bias: bool = False) -> Linear:
-        options = self.options | self.ours | {"quantization": self.config.quantization}
+        options: dict[str, Any] = {**self.options, **self.ours}
+        options["quantization"] = self.config.quantization
         return Linear(n, m, use_bias=use_bias, kernel_init=_ZEROS, **options)
 
     def norm(self, n: int) -> RMSNorm:

@@ -799,7 +799,7 @@ MUTANTS = [
         "tests/layers/test_modules.py::test_when_a_norm_casts[nnx]",
     ),
     Mutant(
-        "layers/modules.py",
+        "layers/core/arguments.py",
         '"a precision": layer.precision is not None,',
         "",
         "tests/layers/test_modules.py::test_options_that_the_framework_serves[linen]",

@@ -137,3 +137,15 @@ def unserved(reasons: Mapping[str, bool], *dtypes: jax.typing.DTypeLike | None) 
         return reason
     others = {jnp.dtype(d).name for d in dtypes if d is not None} - set(FLOATING)
     return f"the dtype {', '.join(sorted(others))}" if others else ""
+
+
+def unserved_of_flax(layer: Any, promote_dtype: Any, *dtypes: Any) -> str:
+    """Returns the part of a linear layer, and its inputs, that only Flax serves, or ""."""
+    products = {getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
+    reasons = {
+        "a precision": layer.precision is not None,
+        "a preferred_element_type": getattr(layer, "preferred_element_type", None) is not None,
+        "a dot_general of its own": not products <= {None, jax.lax.dot_general},
+        "a promote_dtype of its own": layer.promote_dtype is not promote_dtype,
+    }
+    return unserved(reasons, *dtypes, layer.dtype)

@@ -85,11 +85,15 @@ def swap(
         raise ValueError(
             f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
         )
-    fuse = fuse_arrays
-    if framework == "flax.nnx":
-        from ..fuse_nnx import fuse
+    fuse = _fuse_nnx() if framework == "flax.nnx" else fuse_arrays
     check("swap", fuse, quantization, report)
     return _swapped(model, Call(method, fuse, quantization, skip_of("swap", skip), report))
+
+
+def _fuse_nnx() -> Callable[..., Any]:
+    from ..fuse_nnx import fuse  # imports Flax
+
+    return fuse
 
 
 def _swapped(model: Any, call: Call) -> Any:

@@ -141,7 +141,9 @@ def layers():
     (graph, state), (swapped, theirs) = nnx.split(ours), nnx.split(ours_nnx.swap(Mlp()))
     linear = ours_eqx.Linear(SIZE, SIZE, dtype=bf16, activation="tanh", key=jax.random.key(0))
     options = {"param_dtype": bf16, "dtype": bf16}
-    linen = nn.Sequential([ours_linen.GatedMLP(SIZE, **options), ours_linen.Dense(SIZE, **options)])
+    linen = nn.Sequential(
+        [ours_linen.GatedMLP(SIZE, **options), ours_linen.Dense(SIZE, use_bias=False, **options)]
+    )
     return {
         "dense": (k, lambda k, x: jnp.tanh(dense(x, k))),
         "tied": (k, lambda k, x: jnp.tanh(dense(dense(x, k), k.T) + x @ k)),
@@ -230,7 +232,7 @@ def test_losses_may_differentiate_their_layers(layer, within, rng):
     for name in found:
         # Seven or fewer roundings to bfloat16 lie between either gradient and the exact one.
         assert relative(found[name], want[name]) < 2 * 7 * 2.0**-9, name
-    if within not in ("cond", "custom_vjp"):  # where kernels are not followed
+    if within not in ("cond", "custom_vjp") and "swapped" not in layer:  # kernels are followed
         for leaf in jax.tree.leaves(found["float32"]):
             assert leaf.dtype == f32 and (leaf.ndim < 2 or jnp.any(leaf != leaf.astype(bf16)))
 
@@ -415,11 +417,6 @@ def test_ensembles_of_kernels(rng, at, quantization):
             {"state": 1.0, "loss_fn": lambda p, x, s: jnp.sum(x)},
             ValueError,
             r"with state loss_fn must return \(loss, state\), got shape \(\)",
-        ),
-        (
-            {"state": {"n": 1.0}, "loss_fn": lambda p, x, s: (jnp.sum(x), {"n": jnp.ones(3)})},
-            TypeError,
-            r"float32\[3\]",  # JAX's own
         ),
     ],
 )
