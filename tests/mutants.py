@@ -713,8 +713,8 @@ MUTANTS = [
     ),
     Mutant(  # what a masked word's label costs
         "layers/fuse/losses.py",
-        "replaced = self.hidden[1] - lse * together",
-        "replaced = self.hidden[1]",
+        "number = self.hidden[1] - lse * together if",
+        "number = self.hidden[1] if",
         "tests/fuse/test_spellings.py::test_spelling[loss: labels that a mask hides]",
     ),
     Mutant(
