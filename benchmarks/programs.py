@@ -1,4 +1,4 @@
-"""What a compiled program calls: our kernels, and products of FP8 codes."""
+"""Reads what a compiled program calls: our kernels, and products of FP8 codes."""
 
 import collections
 import re

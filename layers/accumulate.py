@@ -16,7 +16,6 @@ from ..native.jaxpr import JIT, REMAT, evaluate, name_of, params_of, results_of
 from .dense.matmul import kernel_p
 
 _OP = "accumulate_gradients"
-_MAIN = ("float32", "bfloat16", "float16")
 
 
 def accumulate_gradients(
@@ -24,7 +23,6 @@ def accumulate_gradients(
     params: Any,
     batches: Any,
     *,
-    main_grad_dtype: jax.typing.DTypeLike = jnp.float32,
     state: Any = None,
     has_aux: bool = False,
     replicas: str | None = None,
@@ -50,8 +48,6 @@ def accumulate_gradients(
       batches: a pytree of arrays with a leading axis of microbatches.
       state: a pytree of arrays that each microbatch takes and returns, of the same shapes and
         dtypes: Linen's other collections ("batch_stats"), Equinox's `State`, a key for dropout.
-      main_grad_dtype: the dtype of gradients and their sums: float32, bfloat16 or float16; a wider
-        parameter's gradient keeps that parameter's dtype.
       has_aux: whether `loss_fn` returns auxiliary outputs too.
       replicas: a mesh axis (Auto) that splits the second axis of `batches`, the rows, and no
         parameter: data parallelism. Each replica sums its own gradients, and they are added up once
@@ -70,10 +66,10 @@ def accumulate_gradients(
     Raises:
       ValueError: for batches without a leading axis of one length, rows that the replicas do not
         divide, a loss that is not a scalar, an axis that the mesh does not have as Auto, specs
-        without the structure of `params`, a state that `loss_fn` returns with another structure,
-        shape or dtype, a state with `replicas`, or params that hold nnx Variables other than
-        Params, such as running statistics: their updates would be lost.
-      TypeError: for another main_grad_dtype, or specs that are not PartitionSpecs.
+        without the structure of `params`, a state with `replicas`, or params that hold nnx
+        Variables other than Params, such as running statistics: their updates would be lost.
+      TypeError: for specs that are not PartitionSpecs, or a state that `loss_fn` returns with
+        another structure, shape or dtype.
 
     References:
       Shoeybi et al., Megatron-LM, arXiv:1909.08053 (`gradient_accumulation_fusion`).
@@ -91,7 +87,6 @@ def accumulate_gradients(
     _check_variables(params)
     if state is not None and replicas is not None:
         raise ValueError(f"{_OP}: each replica would change state by itself: leave one of them out")
-    main = _main_dtype(main_grad_dtype)
     count = _microbatches(batches)
     held = [] if state is None else [jax.tree.map(jnp.asarray, state)]
     parts = 1 if replicas is None else _replicas(replicas, batches)
@@ -113,7 +108,7 @@ def accumulate_gradients(
             raise
         return loss_aux_state(result, has_aux, given[1:])
 
-    gradient = _gradient(whole_loss, [leaves[i] for i in chosen], main)
+    gradient = _gradient(whole_loss, [leaves[i] for i in chosen])
     split: Any = None if parts == 1 else replicas
     if split is not None:
         rows = lambda a: jnp.reshape(a, (count, parts, a.shape[1] // parts, *a.shape[2:]))
@@ -152,13 +147,11 @@ def accumulate_gradients(
 
 
 def _gradient(
-    loss: Callable[..., Any], floating: list[Array], main: jnp.dtype
+    loss: Callable[..., Any], floating: list[Array]
 ) -> Callable[[Any], tuple[Array, Any, list[Array]]]:
     """Returns `batch -> (loss, aux, main gradients)` of one microbatch."""
     is_narrow = [jnp.result_type(a).name in NARROW for a in floating]
     zeros = [jnp.zeros(a.shape, jnp.float32) if n else None for a, n in zip(floating, is_narrow)]
-    # wider parameters keep their own dtype
-    narrowed = lambda gradient: gradient if gradient.dtype == jnp.float64 else gradient.astype(main)
 
     def linked_loss(floating: list[Array], zeros: list[Any], batch: Any) -> tuple[Array, Any]:
         program, shape = jax.make_jaxpr(loss, return_shape=True)(floating, batch)
@@ -169,20 +162,9 @@ def _gradient(
     def gradient(batch: Any) -> tuple[Array, Any, list[Array]]:
         grad = jax.value_and_grad(linked_loss, (0, 1), has_aux=True)
         (value, aux), (own, mains) = grad(floating, zeros, batch)
-        pairs = [(narrowed(g), m) for g, m in zip(own, mains)]
-        return value, aux, [g if m is None else g + narrowed(m) for g, m in pairs]
+        return value, aux, [g if m is None else g.astype(m.dtype) + m for g, m in zip(own, mains)]
 
     return gradient
-
-
-def _main_dtype(given: jax.typing.DTypeLike) -> jnp.dtype:
-    try:
-        main = jnp.dtype(given)
-    except TypeError:
-        main = given
-    if not isinstance(main, jnp.dtype) or main.name not in _MAIN:
-        raise TypeError(f"{_OP}: main_grad_dtype must be one of {', '.join(_MAIN)}, got {main}")
-    return main
 
 
 def specs_of(specs: Any, structure: Any) -> list[P | None]:
@@ -218,26 +200,7 @@ def loss_aux_state(result: Any, has_aux: bool, held: Sequence[Any] = ()) -> tupl
             f"{_OP}: loss_fn must return a scalar loss, got {described(loss)}; with auxiliary "
             "outputs (loss, aux), and has_aux=True"
         )
-    state = rest[has_aux:]
-    was, now = _kinds(held), _kinds(state)
-    changes = [
-        f"{path} from {was.get(path, 'nothing')} to {now.get(path, 'nothing')}"
-        for path in was | now
-        if was.get(path) != now.get(path)
-    ]
-    if changes or jax.tree.structure(state) != jax.tree.structure(list(held)):
-        raise ValueError(
-            f"{_OP}: loss_fn must return state with the structure, shapes and dtypes it was given, "
-            f"but changes {(changes or ['its containers'])[0]}"
-        )
-    return loss, (rest[0] if has_aux else (), state)
-
-
-def _kinds(held: Sequence[Any]) -> dict[str, str]:
-    """Returns the dtype and shape of each array in a state, by its path."""
-    kind = lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}"
-    keys = jax.tree_util.keystr
-    return {keys(path[1:]): kind(a) for path, a in jax.tree.leaves_with_path(held)}
+    return loss, (rest[0] if has_aux else (), rest[has_aux:])
 
 
 def _check_variables(params: Any) -> None:
@@ -332,9 +295,9 @@ def _plain(operands: Sequence[Any]) -> list[Any]:
 
 def _step(eqn: Any, given: Sequence[Any]) -> list[Any]:
     """Returns the results of one operation."""
-    name = name_of(eqn)
-    if not any(isinstance(a, _Kernel) for a in given):
+    if _Kernel not in map(type, given):
         return results_of(eqn, given)
+    name = name_of(eqn)
     if name in JIT:
         return evaluate(eqn.params["jaxpr"], given, _step)
     if name in REMAT and not params_of(eqn)["differentiated"]:

@@ -23,7 +23,6 @@ def accumulate_gradients(
     batches: Any,
     *,
     wrt: Any = nnx.Param,
-    main_grad_dtype: jax.typing.DTypeLike = jnp.float32,
     has_aux: bool = False,
     replicas: str | None = None,
     specs: Any = None,
@@ -32,8 +31,8 @@ def accumulate_gradients(
 
     It computes the same as a Python loop over microbatches with `nnx.value_and_grad`, as one scan
     with float32 sums. Each microbatch starts from the state that the one before left: dropout draws
-    another mask for each, BatchNorm's statistics move with each, and `sow` keeps the values of all.
-    The model has the last state afterwards.
+    another mask for each, and BatchNorm's statistics move with each. The model has the last state
+    afterwards. `loss_fn` returns as aux what it sows (`nnx.pop`).
 
     Args:
       loss_fn: `(model, batch) -> loss`, or `-> (loss, aux)` with `has_aux`; it may change the model
@@ -41,7 +40,7 @@ def accumulate_gradients(
       model: a module, or a pytree of modules.
       batches: a pytree of arrays with a leading axis of microbatches.
       wrt: a filter: the Variables that are differentiated.
-      main_grad_dtype, has_aux, replicas, specs: as for `normfuse.accumulate_gradients`; specs with
+      has_aux, replicas, specs: as for `normfuse.accumulate_gradients`; specs with
         the structure of `nnx.state(model, wrt)`. With `replicas` nothing else in the model may
         change, since each replica would change it by itself.
 
@@ -52,8 +51,7 @@ def accumulate_gradients(
     Raises:
       TypeError, ValueError: those of `normfuse.accumulate_gradients`.
       ValueError: where `loss_fn` changes a parameter; where it changes a Variable's shape or dtype,
-        or adds one, other than by appending to a tuple as `sow` does; where it changes any Variable
-        with `replicas`.
+        or adds one; where it changes any Variable with `replicas`.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -73,7 +71,6 @@ def accumulate_gradients(
         others = dict(nnx.to_flat_state(rest))
         given = _values(others)
         after: list[Any] = []  # the model's graph and Variables after a microbatch, once traced
-        growing: list[Path] = []
 
         def loss_of_arrays(leaves: list[Array], batch: Any, *held: list[Any]) -> tuple[Any, ...]:
             own = jax.tree.unflatten(structure, leaves)
@@ -89,23 +86,21 @@ def accumulate_gradients(
             variables = dict(nnx.to_flat_state(rest))
             values = _values(variables)
             after[:] = [graph_after, variables]
-            growing[:] = [p for p, a in values.items() if _kind(a) != _kind(before.get(p))]
-            appended = [_appended(p, before.get(p), values[p]) for p in growing]
-            kept = [before[p] if p in growing else values.get(p, before[p]) for p in before]
-            return loss, (aux, appended), *([kept] if held else [])
+            for path, value in values.items():
+                _check_kind(path, before.get(path), value)
+            state = [values.get(path, value) for path, value in before.items()]
+            return loss, aux, *([state] if held else [])
 
-        (loss, (aux, appended), *held), gradients = accumulate.accumulate_gradients(
+        (loss, aux, *held), gradients = accumulate.accumulate_gradients(
             loss_of_arrays,
             leaves,
             batches,
-            main_grad_dtype=main_grad_dtype,
             state=None if replicas else [*given.values()],
             has_aux=True,
             replicas=replicas,
             specs=None if specs is None else accumulate.specs_of(specs, structure),
         )
         values = dict(zip(given, held[0])) if held else dict(given)
-        values |= {p: _joined(values.get(p), a) for p, a in zip(growing, appended, strict=True)}
         with nnx.merge_context(_ACCUMULATING, inner=False) as context:
             context.merge(after[0], params, _state(after[1], values))
     return ((loss, aux) if has_aux else loss), jax.tree.unflatten(structure, gradients)
@@ -120,12 +115,6 @@ def _state(variables: Mapping[Path, nnx.Variable], values: Mapping[Path, Any]) -
     return nnx.from_flat_state([(path, v.replace(values[path])) for path, v in variables.items()])
 
 
-def _kind(value: Any) -> Any:
-    """Returns the part of a carried value's description that must not change."""
-    leaves, structure = jax.tree.flatten(value)
-    return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]
-
-
 def _check_unchanged(before: nnx.State, after: nnx.State, why: str) -> None:
     """Raises a ValueError if a trace replaces a Variable or its value."""
     old, new = (_values(dict(nnx.to_flat_state(state))) for state in (before, after))
@@ -135,29 +124,16 @@ def _check_unchanged(before: nnx.State, after: nnx.State, why: str) -> None:
             raise ValueError(f"{_OP}: loss_fn changes {_name(path)}, {why}")
 
 
-def _appended(path: Path, before: Any, after: Any) -> Any:
-    """Returns what a call appended to a tuple, or to the tuples in `nnx.capture`'s dictionary."""
-    if isinstance(after, dict) and isinstance(before, dict | None):
-        return {n: _appended((*path, n), (before or {}).get(n), a) for n, a in after.items()}
-    if isinstance(after, tuple) and isinstance(before, tuple | None):
-        before = before or ()
-        if _kind(after[: len(before)]) == _kind(before):
-            return after[len(before) :]
-    was = "new" if before is None else f"{jax.tree.map(jnp.shape, before)} before"
-    raise ValueError(
-        f"{_OP}: loss_fn must leave every Variable's shape and dtype, or append to a tuple; "
-        f"{_name(path)} is {was}, {jax.tree.map(jnp.shape, after)} after: create it before, or "
-        "take it out in loss_fn (nnx.pop) and return it as aux"
-    )
-
-
-def _joined(before: Any, appended: Any) -> Any:
-    """Returns a tuple, or tuples of a dictionary, with what each microbatch appended."""
-    if isinstance(appended, dict):
-        return {n: _joined((before or {}).get(n), a) for n, a in appended.items()}
-    count = len(jax.tree.leaves(appended)[0]) if jax.tree.leaves(appended) else 0
-    at = lambda i: jax.tree.map(lambda a: a[i], appended)
-    return sum(map(at, range(count)), before or ())
+def _check_kind(path: Path, before: Any, after: Any) -> None:
+    """Raises a ValueError if a carried value has another structure, shape or dtype, or is new."""
+    kind = lambda value: jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), value)
+    if before is None or kind(after) != kind(before):
+        was = "new" if before is None else f"{jax.tree.map(jnp.shape, before)} before"
+        raise ValueError(
+            f"{_OP}: loss_fn must leave every Variable's shape and dtype; {_name(path)} is {was}, "
+            f"{jax.tree.map(jnp.shape, after)} after: create it before, or take it out in loss_fn "
+            "(nnx.pop) and return it as aux"
+        )
 
 
 def _name(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Equinox modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,11 @@ except ModuleNotFoundError as error:
 from ..native.implementation import Implementation
 from . import modules
 from .core.activations import Activation
-from .core.arguments import Quantization, options_of, unserved
-from .dense.dense import apply as apply_dense
-from .dense.epilogue import finish
-from .dense.gated import apply_product as apply_gated_product
-from .dense.gated import mlp as gated_mlp
-from .fuse import fuse
-from .fuse.model import call_of, missing, swapped
+from .core.arguments import Quantization, unserved
+from .fuse.model import missing
+from .fuse.model import swap as swap
 from .norm import layer_norm, rms_norm
 
-M = TypeVar("M")
 _NOT_GIVEN: Any = object()
 
 
@@ -116,11 +111,6 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
     exactly `shape`; batch it with `jax.vmap`, any number of times, and the kernel sees one batch.
     Equinox's own code serves what `RMSNorm` leaves to it; `implementation` and errors are as there,
     and `elementwise_affine` is Equinox's deprecated way to set both `use_weight` and `use_bias`.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from normfuse.layers.eqx import LayerNorm
-    >>> jax.vmap(LayerNorm(4))(jnp.full((2, 4), 3.0)).shape
-    (2, 4)
     """
 
     _kind, _norm = "LayerNorm", staticmethod(layer_norm)
@@ -147,7 +137,7 @@ class _Options(eqx.Module):
     quantization: Quantization = eqx.field(static=True)
 
 
-class Linear(eqx.nn.Linear, _Options):
+class Linear(modules.Linear, eqx.nn.Linear, _Options):
     """`equinox.nn.Linear` computed by `normfuse.dense`, with an optional activation.
 
     Takes what `eqx.nn.Linear` does and has the same leaves, initial values and result dtype (what x
@@ -175,6 +165,8 @@ class Linear(eqx.nn.Linear, _Options):
     (2, 4)
     """
 
+    name, contract = "eqx.nn.Linear", 1
+
     def __init__(
         self,
         in_features: int | Literal["scalar"],
@@ -193,26 +185,30 @@ class Linear(eqx.nn.Linear, _Options):
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Multiplies x by the weight; `key` is ignored."""
         x = jnp.asarray(x)
-        if reason := self._unserved(x):
-            call = lambda: super(Linear, self).__call__(x, key=key)
-            return modules.dense_by_framework("eqx.nn.Linear", reason, self, call)
-        x = _checked("eqx.nn.Linear", "linear", x, self.weight.shape[1:])
-        dtype = jnp.result_type(self.weight, x)
-        options = options_of("eqx.nn.Linear", self, dtype)
-        return apply_dense(x, self.weight, self.bias, contract=1, **options)
+        if not self.unserved(x):
+            x = _checked(self.name, "linear", x, self.weight.shape[1:])
+        return self.multiply(x, lambda: super(Linear, self).__call__(x, key=key))
 
-    def _unserved(self, x: Array) -> str:
-        """Returns the part that only Equinox serves, or ""."""
+    def operands(self) -> tuple[Array, Array | None]:
+        """Returns the weight and the bias."""
+        return self.weight, self.bias
+
+    def unserved(self, x: Array) -> str:
+        """Returns the part of the layer and its input that only Equinox serves, or ""."""
         if "scalar" in (self.in_features, self.out_features):
             return '"scalar" features'
         if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
             return "a matrix"
         if reason := unserved({}, x.dtype, self.weight.dtype):
             return reason
-        dtype = jnp.result_type(self.weight, x)
+        dtype = self.compute_dtype(x, self.weight)
         if self.bias is not None and jnp.result_type(dtype, self.bias) != dtype:
             return f"a bias in {self.bias.dtype}, wider than {dtype}"
         return ""
+
+    def compute_dtype(self, *arrays: Array | None) -> Any:
+        """Returns what x and the weights promote to."""
+        return jnp.result_type(*(a for a in arrays if a is not None))
 
 
 def _checked(layer: str, name: str, x: Any, shape: tuple[int, ...]) -> Array:
@@ -281,70 +277,10 @@ class GatedMLP(_Options):
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Applies the MLP to x; `key` is ignored."""
-        linears = modules.layers_of(self)
-
-        def as_made(linear: Any) -> bool:
-            """Returns True for a part that may be computed together with the others."""
-            if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
-                return False
-            return not linear._unserved(jnp.asarray(x))
-
-        if not modules.replaced(self.gate, Linear) and isinstance(self.gate.in_features, int):
+        x = jnp.asarray(x)
+        if type(self.gate) is Linear and isinstance(self.gate.in_features, int):
             x = _checked("GatedMLP", "mlp", x, self.gate.weight.shape[1:])
-        if self.quantization and all(map(as_made, linears.values())):
-            kernels = {name: linear.weight for name, linear in linears.items()}
-            biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
-            options = options_of("GatedMLP", self, jnp.result_type(x, *kernels.values()))
-            return gated_mlp(x, kernels, biases, contract=1, **options)
-        gate, up, down = self.gate(x), self.up(x), self.down
-        if reason := modules.replaced(down, Linear) or down._unserved(gate):
-            call = lambda: down(finish(gate, None, self.activation, gate.dtype, up))
-            return modules.by_framework("GatedMLP", reason, self, call, down)
-        options = options_of("GatedMLP", self, jnp.result_type(down.weight, gate))
-        return apply_gated_product(gate, up, down.weight, down.bias, contract=1, **options)
-
-
-# ---------------------------------------------------------------- other people's models
-
-
-def swap(
-    model: M,
-    *,
-    quantization: Quantization = None,
-    skip: Any = (),
-    report: Callable[[Any], Any] | None = None,
-) -> M:
-    """Returns `model` as a module whose own call `normfuse.fuse` serves.
-
-    Its class is a subclass of the model's, with the same leaves and static fields: paths and
-    checkpoints are the model's, and `model` itself stays as it was. `swapped(x)` is
-    `fuse(lambda model, x: model(x))(model, x)`; other methods are its own. Optax compares the
-    structures of models: swap before `optim.init`, or, in training, rather fuse the loss, whose
-    softmax `fuse` finds too. haliax's models are Equinox modules.
-
-    Args:
-      model: an `eqx.Module` with a `__call__`.
-      quantization, skip, report: as for `normfuse.fuse`; `report` is called whenever a call is
-        traced.
-
-    Returns:
-      A new module. Equal options make equal classes, so that `eqx.filter_jit` traces once.
-
-    Raises:
-      TypeError: for a class, a module of another framework, or one without a `__call__`.
-      ValueError: for an unknown quantization.
-
-    >>> import equinox as eqx, jax, jax.numpy as jnp
-    >>> from normfuse.layers.eqx import swap
-    >>> model = eqx.nn.RMSNorm(16)
-    >>> swapped = swap(model, report=lambda report: print(report.fused[0].served))
-    >>> eqx.filter_jit(swapped)(jnp.ones(16)).shape
-    rms_norm
-    (16,)
-    >>> swapped.weight is model.weight
-    True
-    """
-    return swapped(model, "eqx", call_of("eqx", "__call__", fuse, quantization, skip, report))
+        return modules.gated_mlp(self, x, Linear)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ..native import cache, compiler, host_compiler, implementation, registry
 from ..native.implementation import Unsupported
@@ -25,8 +24,7 @@ def info(every_platform: bool = False) -> str:
     platforms = PLATFORMS if every_platform else _platforms_here()
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]
     lines += ["", "implementations per op, default first:", *_implementations(platforms)]
-    lines += ["", 'products with quantization="fp8":', *_fp8_products()]
-    lines += ["", "attention:", *_attention()]
+    lines += ["", *_of_this_gpu()]
     if seen := implementation.fallbacks():
         lines += ["", "served by plain HLO in this process:"]
     return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
@@ -79,55 +77,22 @@ def _platforms_here() -> Sequence[str]:
     return list(dict.fromkeys(["cpu", gpu if device.platform == "gpu" else device.platform]))
 
 
-def _fp8_products() -> list[str]:
-    """The products of FP8 codes, their implementations, and why other products are not."""
+def _of_this_gpu() -> list[str]:
+    """Returns what serves FP8 products and attention on this machine."""
     import jax
 
     from .dense.fp8 import CAPABILITY
     from .quantization.quantize import MULTIPLE
 
-    has = lambda found: "has them" if found >= CAPABILITY else "has none: they are of widened codes"
-    here = sorted(filter(None, {*map(compute_capability, jax.local_devices())}))
-    those = "".join(f"; this GPU, of {found / 10}, {has(found)}" for found in here)
+    capability = next(filter(None, map(compute_capability, jax.local_devices())), 0)
+    fp8 = "cuBLASLt's" if capability >= CAPABILITY else "XLA's of widened codes: no such GPU here"
+    cudnn = (
+        "cuDNN, where it has the options" if capability >= 80 else "blocks by XLA: no cuDNN here"
+    )
     return [
-        f"  cuda  cuBLASLt's FP8 products, from compute capability {CAPABILITY / 10} on{those}",
-        "  else  XLA's, of codes that it widens: the same values at the speed of those",
-        f"  in the compute dtype: kernels with a dimension that is not a multiple of {MULTIPLE}",
-        "  (those of a program are logged when it is lowered, and in normfuse.fallbacks())",
+        f'products with quantization="fp8": {fp8}, of dimensions that are multiples of {MULTIPLE}',
+        f"attention: {cudnn}",
     ]
-
-
-def _attention() -> list[str]:
-    """The implementation of attention here, for each option that may change it."""
-    import jax
-
-    from .attention import cudnn
-    from .attention.spec import Spec, numbers
-
-    capabilities = filter(None, map(compute_capability, jax.local_devices()))
-    capability = next(capabilities, None)
-    if capability is None:
-        return ["  blocks of queries and keys by XLA: cuDNN needs an NVIDIA GPU, and none is here"]
-    lines, length, d = [], 2048, numbers(5)
-    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    pairs, ids = of("bool", length, length), of("int32", length)
-    notes = {"mask": ", by its causal kernel if the mask turns out causal when the program runs"}
-    if capability >= 90:
-        notes["segments"] = ", packed if equal ids turn out to be contiguous"
-    cases: dict[str, tuple[str, int, dict[str, Any], list[Any]]] = {
-        "causal": ("bfloat16", 128, {"causal": True}, []),
-        "mask": ("bfloat16", 128, {"mask": (d.length, d.keys)}, [pairs]),
-        "segments": ("bfloat16", 128, {"segments": ((d.length,), (d.keys,))}, [ids, ids]),
-        "heads of 256": ("bfloat16", 256, {"causal": True}, []),
-        "softcap": ("bfloat16", 128, {"softcap": 50.0}, []),
-        "float32": ("float32", 128, {"causal": True}, []),
-    }
-    for name, (dtype, width, options, extras) in cases.items():
-        q, k = of(dtype, 1, length, 8, 1, width), of(dtype, 1, length, 8, width)
-        why = cudnn.refusal(capability, Spec(scale=1.0, **options), q, k, *extras)
-        served = f"blocks by XLA ({why})" if why else f"cuDNN{notes.get(name, '')}"
-        lines.append(f"  {name:12}  {served}")
-    return lines
 
 
 def show() -> str:
@@ -168,7 +133,7 @@ def _cuda() -> list[str]:
     import jax
 
     def arch() -> str:
-        """The architecture of the GPU here, of `NORMFUSE_CUDA_ARCH`, or PTX for any."""
+        """Returns the architecture of the GPU here, of `NORMFUSE_CUDA_ARCH`, or PTX for any."""
         for one in jax.local_devices():
             if (capability := compute_capability(one)) is not None:
                 return attached_target(one, capability).arch

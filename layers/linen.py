@@ -5,8 +5,7 @@ The classes keep Linen's names, because Linen names parameters, and seeds them, 
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -24,11 +23,10 @@ from .core.activations import Activation
 from .core.arguments import Quantization, dimensions_of, options_of, unserved
 from .dense.dense import apply as apply_dense
 from .dense.gated import mlp as gated_mlp
-from .fuse import fuse
-from .fuse.model import call_of, missing, swapped
+from .fuse.model import missing
+from .fuse.model import swap as swap
 from .norm import layer_norm, rms_norm
 
-M = TypeVar("M", bound=nn.Module)
 _KERNEL = nn.linear.default_kernel_init
 _option: Any = functools.partial(dataclasses.field, kw_only=True)
 
@@ -111,13 +109,6 @@ class LayerNorm(_Norm, nn.LayerNorm):
     says. Flax's default, a difference of two means, loses its digits where the mean is large.
 
     Flax's own code serves what `RMSNorm` leaves to it; `implementation` and errors are as there.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from normfuse.layers.linen import LayerNorm
-    >>> norm = LayerNorm()
-    >>> params = norm.init(jax.random.key(0), jnp.ones((1, 2)))
-    >>> norm.apply(params, jnp.array([[3.0, 5.0]])).round(5)[0]
-    Array([-1.,  1.], dtype=float32)
     """
 
     _kind, _norm = "LayerNorm", staticmethod(layer_norm)
@@ -168,9 +159,10 @@ class Dense(_Linear, nn.Dense):
     def __call__(self, inputs: Array) -> Array:
         """Multiplies the last axis of `inputs` by the kernel."""
         inputs = jnp.asarray(inputs)
-        if reason := _unserved(self, inputs):
+        own = inputs.dtype, self.param_dtype
+        if reason := modules.unserved_of_flax(self, dtypes.promote_dtype, *own):
             call = lambda: super(Dense, self).__call__(inputs)
-            return modules.dense_by_framework("nn.Dense", reason, self, call)
+            return modules.linear_by_framework("nn.Dense", reason, self, call)
         inputs = _rows("nn.Dense", inputs)
         shape = (inputs.shape[-1], self.features)
         try:
@@ -185,18 +177,6 @@ class Dense(_Linear, nn.Dense):
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
         return apply_dense(inputs, kernel, bias, **options_of("nn.Dense", self, dtype))
-
-
-def _unserved(module: Any, inputs: Array) -> str:
-    """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
-    own = {getattr(module, option, None) for option in ("dot_general", "dot_general_cls")}
-    reasons = {
-        "a precision": module.precision is not None,
-        "a dot_general of its own": own != {None},
-        "a preferred_element_type": getattr(module, "preferred_element_type", None) is not None,
-        "a promote_dtype of its own": module.promote_dtype is not dtypes.promote_dtype,
-    }
-    return unserved(reasons, inputs.dtype, module.param_dtype, module.dtype)
 
 
 def _rows(layer: str, inputs: Any) -> Array:
@@ -256,51 +236,6 @@ class GatedMLP(_Linear, nn.Module):
         }
         dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=self.dtype)
         return gated_mlp(x, kernels, biases, **options_of("GatedMLP", self, dtype))
-
-
-# ---------------------------------------------------------------- other people's models
-
-
-def swap(
-    model: M,
-    *,
-    quantization: Quantization = None,
-    skip: Any = (),
-    report: Callable[[Any], Any] | None = None,
-) -> M:
-    """Returns `model` as a module whose `apply` is fused by `normfuse.fuse`.
-
-    Its class is a subclass of the model's, and it has the same fields, so it declares the same
-    variables; `model` itself stays as it was. Initialisation and calls by `bind` or by another
-    module are its own: swap the outermost module. In training rather fuse the loss, whose softmax
-    `fuse` finds too.
-
-    Args:
-      model: a Linen module, not bound.
-      quantization, skip, report: as for `normfuse.fuse`; `report` is called whenever an `apply` is
-        traced.
-
-    Returns:
-      A new module. Equal options make equal modules of equal ones, so that `jax.jit` traces once.
-
-    Raises:
-      TypeError: for a class, or a module of another framework.
-      ValueError: for a bound module, or an unknown quantization.
-
-    >>> import flax.linen as nn, jax, jax.numpy as jnp
-    >>> from normfuse.layers.linen import swap
-    >>> swapped = swap(nn.RMSNorm(), report=lambda report: print(report.fused[0].served))
-    >>> x = jnp.ones((2, 16))
-    >>> jax.jit(swapped.apply)(swapped.init(jax.random.key(0), x), x).shape
-    rms_norm
-    (2, 16)
-    """
-    call = call_of("linen", "apply", fuse, quantization, skip, report)
-    if getattr(model, "scope", None) is not None:
-        raise ValueError(
-            f"linen.swap: {type(model).__name__} is bound to variables; swap it before init or bind"
-        )
-    return swapped(model, "linen", call)
 
 
 def __getattr__(name: str) -> Any:

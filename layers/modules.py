@@ -7,11 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Array
 
 from ..native.implementation import Implementation, choose, report, requested
 from .core.activations import Activation, resolve
-from .core.arguments import Quantization, check_quantization
+from .core.arguments import Quantization, check_quantization, options_of, unserved
+from .core.op import placed
+from .dense.dense import apply as apply_dense
 from .dense.epilogue import finish
+from .dense.gated import apply_product
+from .dense.gated import mlp as apply_mlp
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:
@@ -66,31 +71,102 @@ def set_options(
     layer.activation, layer.quantization = activation, quantization
 
 
-def layers_of(mlp: Any) -> dict[str, Any]:
-    """Returns the layers of a gated MLP by name; the transformer's may have no gate."""
-    layers = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
-    return {name: layer for name, layer in layers.items() if layer is not None}
+class Linear:
+    """The calls of our linear layers in nnx and in Equinox."""
+
+    name: str
+    contract = 0  # the axis of the kernel that x multiplies
+    implementation: Implementation
+    activation: Activation
+    quantization: Quantization
+
+    def operands(self) -> tuple[Array, Array | None]:
+        """Returns the kernel and the bias."""
+        raise NotImplementedError
+
+    def unserved(self, x: Array) -> str:
+        """Returns the part of the layer and its input that only the framework serves, or ""."""
+        raise NotImplementedError
+
+    def compute_dtype(self, *arrays: Array | None) -> Any:
+        """Returns the dtype of a product of these arrays."""
+        raise NotImplementedError
+
+    def multiply(self, x: Array, call: Callable[[], Array], **options: Any) -> Array:
+        """Returns the layer of x; `call` is the framework's own product."""
+        if reason := self.unserved(x):
+            return linear_by_framework(self.name, reason, self, call)
+        kernel, bias = self.operands()
+        options |= options_of(self.name, self, self.compute_dtype(x, kernel, bias))
+        return apply_dense(x, kernel, bias, contract=self.contract, **options)
 
 
-def replaced(layer: Any, expected: type) -> str:
-    """Returns how a part of a fused module differs from what the module made, or ""."""
-    if type(layer) is not expected:
-        return f"a {type(layer).__name__} in place of its {expected.__name__}"
-    if getattr(layer, "activation", None) is not None:
-        return f"an activation of its {expected.__name__}'s own"
-    return ""
+def gated_mlp(
+    mlp: Any,
+    x: Array,
+    linear: type,
+    *,
+    hidden_sharding: jax.P | None = None,
+    products: Callable[[list[Array]], list[Array]] = list,
+) -> Array:
+    """Returns the MLP of three layers `gate` (or None), `up` and `down`.
 
+    In FP8 it is one function, and else its hidden array is not kept, if each of the layers that it
+    reads is a `linear` as the MLP has made it; another layer is called as it is.
 
-def _refuse_quantization(name: str, reason: str, layer: Any, part: Any = None) -> None:
-    """Raises ValueError if a layer asks for FP8 and its substitute does not multiply in it.
-
-    `part` is the part of the layer that is called instead.
+    Args:
+      mlp: the module, with an activation, an implementation and a quantization.
+      x: `(*rows, features)`.
+      linear: the class of its layers.
+      hidden_sharding: as for `normfuse.gated_product`.
+      products: of the results of the first products, one or two: the same arrays, marked.
     """
-    wanted = getattr(layer, "quantization", None)
-    if wanted is not None and getattr(part, "quantization", None) != wanted:
-        raise ValueError(
-            f"{name}: quantization={wanted!r} does not go with {reason}; leave one out"
-        )
+    layers = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+    layers = {name: layer for name, layer in layers.items() if layer is not None}
+    options = {"hidden_sharding": hidden_sharding, "contract": getattr(linear, "contract", 0)}
+    if mlp.quantization and not any(_replaced(mlp, layer, linear, x) for layer in layers.values()):
+        operands = {name: layer.operands() for name, layer in layers.items()}
+        kernels = {name: kernel for name, (kernel, _) in operands.items()}
+        biases = {name: bias for name, (_, bias) in operands.items() if bias is not None}
+        dtype = mlp.up.compute_dtype(x, *kernels.values(), *biases.values())
+        options |= options_of("GatedMLP", mlp, dtype)
+        return apply_mlp(x, kernels, biases, **options)
+    down = layers.pop("down")
+    gate, *up = products([layer(x) for layer in layers.values()])
+
+    def call() -> Array:
+        hidden = finish(gate, None, mlp.activation, gate.dtype, *up)
+        return down(placed(hidden, hidden_sharding))
+
+    if reason := _replaced(mlp, down, linear, gate):
+        return by_framework("GatedMLP", reason, mlp, call, down)
+    kernel, bias = down.operands()
+    options |= options_of("GatedMLP", mlp, down.compute_dtype(gate, kernel, bias))
+    return apply_product(gate, up[0] if up else None, kernel, bias, **options)
+
+
+def _replaced(mlp: Any, layer: Any, linear: type, x: Array) -> str:
+    """Returns how a layer of a gated MLP differs from what the MLP made, or ""."""
+    if type(layer) is not linear:
+        return f"a {type(layer).__name__} in place of its {linear.__name__}"
+    for option, ours in ("activation", None), ("quantization", mlp.quantization):
+        if getattr(layer, option) != ours:
+            return f"another {option} of its {linear.__name__}"
+    if getattr(layer, "dtype", None) != getattr(mlp.up, "dtype", None):
+        return f"another dtype of its {linear.__name__}"
+    return layer.unserved(x)
+
+
+def unserved_of_flax(layer: Any, promote_dtype: Any, *dtypes: Any) -> str:
+    """Returns the part of a linear layer, and its inputs, that only Flax serves, or ""."""
+    products = {getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
+    reasons = {
+        "a precision": layer.precision is not None,
+        "a preferred_element_type": getattr(layer, "preferred_element_type", None) is not None,
+        "a dot_general of its own": not products <= {None, jax.lax.dot_general},
+        "a promote_dtype of its own": layer.promote_dtype is not promote_dtype,
+    }
+    return unserved(reasons, *dtypes, layer.dtype)
 
 
 def by_framework(
@@ -104,7 +180,11 @@ def by_framework(
       NotImplementedError: if `layer.implementation` allows native kernels only.
       ValueError: if `layer.quantization` is set, which the framework lacks.
     """
-    _refuse_quantization(name, reason, layer, part)
+    wanted = getattr(layer, "quantization", None)
+    if wanted is not None and getattr(part, "quantization", None) != wanted:
+        raise ValueError(
+            f"{name}: quantization={wanted!r} does not go with {reason}; leave one out"
+        )
 
     def native(strict):
         report(name, reason, strict=strict)
@@ -114,16 +194,7 @@ def by_framework(
     return choose(f"{name} with {reason}", layer.implementation, serve)
 
 
-def dense_by_framework(
-    name: str, reason: str, layer: Any, call: Callable[[], jax.Array]
-) -> jax.Array:
-    """Calls the framework's own product, then the layer's activation.
-
-    Raises:
-      NotImplementedError: unless `layer.implementation` allows plain HLO.
-      ValueError: if `layer.quantization` is set, which the framework lacks.
-    """
-    _refuse_quantization(name, reason, layer)
-    serve = {"xla": lambda strict: call()}
-    y = choose(f"{name} with {reason}", layer.implementation, serve)
+def linear_by_framework(name: str, reason: str, layer: Any, call: Callable[[], Array]) -> Array:
+    """Calls the framework's own product as `by_framework` does, then the layer's activation."""
+    y = by_framework(name, reason, layer, call)
     return finish(y, None, layer.activation, y.dtype)

@@ -1,10 +1,9 @@
 """Flax NNX modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Required, TypedDict, TypeVar, Unpack
+from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -20,58 +19,12 @@ from ..native.implementation import Implementation
 from . import modules
 from .accumulate_nnx import accumulate_gradients as accumulate_gradients
 from .core.activations import Activation
-from .core.arguments import Quantization, dimensions_of, options_of, unserved
-from .core.op import placed
-from .dense.dense import apply as apply_dense
-from .dense.epilogue import finish
-from .dense.gated import apply_product as apply_gated_product
-from .dense.gated import mlp as gated_mlp
-from .fuse.model import call_of, missing, swapped
+from .core.arguments import Quantization, dimensions_of, unserved
+from .fuse.model import missing
+from .fuse.model import swap as swap
 from .fuse_nnx import compare as compare
 from .fuse_nnx import fuse as fuse
 from .norm import layer_norm, rms_norm
-
-M = TypeVar("M")
-
-
-# The arguments of Flax's constructors, which editors cannot see through `**kwargs: Any`.
-class _Layer(TypedDict, total=False):
-    dtype: Any
-    param_dtype: Any
-    promote_dtype: Any
-    rngs: Required[nnx.Rngs]
-
-
-class _RMSNorm(_Layer, total=False):
-    epsilon: float
-    use_scale: bool
-    scale_init: Any
-    reduction_axes: int | Sequence[int]
-    feature_axes: int | Sequence[int]
-    axis_name: str | None
-    axis_index_groups: Any
-    use_fast_variance: bool
-    scale_metadata: Mapping[str, Any]
-
-
-class _LayerNorm(_RMSNorm, total=False):
-    use_bias: bool
-    bias_init: Any
-    bias_metadata: Mapping[str, Any]
-
-
-class _Product(_Layer, total=False):
-    precision: Any
-    kernel_init: Any
-    bias_init: Any
-    preferred_element_type: Any
-    kernel_metadata: Mapping[str, Any]
-    bias_metadata: Mapping[str, Any]
-
-
-class _Linear(_Product, total=False):
-    use_bias: bool
-    dot_general: Any
 
 
 class _Norm:
@@ -153,7 +106,7 @@ class RMSNorm(_Norm, nnx.RMSNorm):
         num_features: int,
         *,
         implementation: Implementation = None,
-        **kwargs: Unpack[_RMSNorm],
+        **kwargs: Any,
     ):
         modules.check_eps("nnx.RMSNorm", "epsilon", kwargs.get("epsilon", 1e-6))
         super().__init__(num_features, **kwargs)
@@ -171,13 +124,6 @@ class LayerNorm(_Norm, nnx.LayerNorm):
     says. Flax's default, a difference of two means, loses its digits where the mean is large.
 
     Flax's own code serves what `RMSNorm` leaves to it; `implementation` and errors are as there.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from normfuse.layers.nnx import LayerNorm
-    >>> norm = LayerNorm(2, rngs=nnx.Rngs(0))
-    >>> norm(jnp.array([[3.0, 5.0]])).round(5)[0]
-    Array([-1.,  1.], dtype=float32)
     """
 
     _name, _norm = "nnx.LayerNorm", staticmethod(layer_norm)
@@ -187,21 +133,14 @@ class LayerNorm(_Norm, nnx.LayerNorm):
         num_features: int,
         *,
         implementation: Implementation = None,
-        **kwargs: Unpack[_LayerNorm],
+        **kwargs: Any,
     ):
         modules.check_eps("nnx.LayerNorm", "epsilon", kwargs.get("epsilon", 1e-6))
         super().__init__(num_features, **kwargs)
         self.implementation = modules.check_options(implementation)
 
 
-class _Options:
-    __slots__ = ()
-    activation: Activation
-    implementation: Implementation
-    quantization: Quantization
-
-
-class Linear(nnx.Linear, _Options):
+class Linear(modules.Linear, nnx.Linear):
     """`flax.nnx.Linear` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nnx.Linear` does and has the same parameters, initial values, state and result
@@ -229,6 +168,8 @@ class Linear(nnx.Linear, _Options):
     (2, 4)
     """
 
+    name = "nnx.Linear"
+
     def __init__(
         self,
         in_features: int,
@@ -237,7 +178,7 @@ class Linear(nnx.Linear, _Options):
         activation: Activation = None,
         implementation: Implementation = None,
         quantization: Quantization = None,
-        **kwargs: Unpack[_Linear],
+        **kwargs: Any,
     ):
         modules.set_options(self, "nnx.Linear", activation, implementation, quantization)
         try:
@@ -251,34 +192,28 @@ class Linear(nnx.Linear, _Options):
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the last axis of `inputs` by the kernel; `out_sharding` is Flax's."""
         inputs = jnp.asarray(inputs)
-        kernel, bias = _parameters(self)
-        _check_features("nnx.Linear: inputs", inputs, kernel)
-        if reason := _unserved(self, inputs):
-            call = lambda: super(Linear, self).__call__(inputs, out_sharding=out_sharding)
-            return modules.dense_by_framework("nnx.Linear", reason, self, call)
-        dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
-        options = options_of("nnx.Linear", self, dtype)
-        return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
+        _check_features("nnx.Linear: inputs", inputs, self)
+        call = lambda: super(Linear, self).__call__(inputs, out_sharding=out_sharding)
+        return self.multiply(inputs, call, out_sharding=out_sharding)
 
+    def operands(self) -> tuple[Array, Array | None]:
+        """Returns the kernel and the bias."""
+        return self.kernel[...], None if self.bias is None else self.bias[...]
 
-def _unserved(layer: Any, inputs: Array) -> str:
-    """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
-    kernel, bias = _parameters(layer)
-    own = kernel.dtype, bias if bias is None else bias.dtype, layer.dtype
-    products = {getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
-    reasons = {
-        "a precision": layer.precision is not None,
-        "a preferred_element_type": layer.preferred_element_type is not None,
-        "a dot_general of its own": not products <= {None, jax.lax.dot_general},
-        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
-    }
-    return unserved(reasons, inputs.dtype, *own)
+    def unserved(self, x: Array) -> str:
+        """Returns the part of the layer and its input that only Flax serves, or ""."""
+        own = [a.dtype for a in self.operands() if a is not None]
+        return modules.unserved_of_flax(self, dtypes.promote_dtype, x.dtype, *own)
+
+    def compute_dtype(self, *arrays: Array | None) -> Any:
+        """Returns the layer's dtype, or what the arrays promote to."""
+        return dtypes.canonicalize_dtype(*arrays, dtype=self.dtype)
 
 
 # ---------------------------------------------------------------- layers of several operations
 
 
-class GatedMLP(nnx.Module, _Options):
+class GatedMLP(nnx.Module):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
@@ -327,105 +262,18 @@ class GatedMLP(nnx.Module, _Options):
 
     def __call__(self, x: Array) -> Array:
         """Applies the MLP to the last axis of x."""
-        return self.apply(x)
-
-    def apply(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
-        """The MLP with its hidden arrays placed as `normfuse.gated_product` says."""
-        linears = modules.layers_of(self)
-        if not modules.replaced(self.up, Linear):
-            x = jnp.asarray(x)
-            _check_features("GatedMLP: x", x, self.up.kernel[...])
-        if not self._is_quantized(jnp.asarray(x)):
-            gate, *up = (linears[name](x) for name in linears if name != "down")
-            return self.combine(gate, up[0] if up else None, hidden_sharding)
-        kernels = {name: linear.kernel[...] for name, linear in linears.items()}
-        biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
-        given = x, *kernels.values(), *biases.values()
-        dtype = dtypes.canonicalize_dtype(*given, dtype=self.up.dtype)
-        options = options_of("GatedMLP", self, dtype)
-        return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
-
-    def _is_quantized(self, x: Array) -> bool:
-        """Returns True if all parts, as they were made, may be computed together in FP8."""
-        linears = [*modules.layers_of(self).values()]
-
-        def as_made(linear: Any) -> bool:
-            if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
-                return False
-            return linear.dtype == linears[0].dtype and not _unserved(linear, x)
-
-        return self.quantization is not None and all(map(as_made, linears))
-
-    def combine(self, gate: Array, up: Array | None, hidden_sharding: jax.P | None = None) -> Array:
-        """The MLP after its first two products, placed as `normfuse.gated_product` says."""
-        down = self.down
-
-        def call():
-            hidden = finish(gate, None, self.activation, gate.dtype, up)
-            return down(placed(hidden, hidden_sharding))
-
-        if reason := modules.replaced(down, Linear) or _unserved(down, gate):
-            return modules.by_framework("GatedMLP", reason, self, call, down)
-        kernel, bias = _parameters(down)
-        dtype = dtypes.canonicalize_dtype(gate, kernel, bias, dtype=down.dtype)
-        options = options_of("GatedMLP", self, dtype)
-        given = gate, up, kernel, bias
-        return apply_gated_product(*given, hidden_sharding=hidden_sharding, **options)
+        x = jnp.asarray(x)
+        if type(self.up) is Linear:
+            _check_features("GatedMLP: x", x, self.up)
+        return modules.gated_mlp(self, x, Linear)
 
 
-def _parameters(linear: nnx.Linear) -> tuple[Array, Array | None]:
-    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
-
-
-def _check_features(argument: str, x: Array, kernel: Array) -> None:
-    if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
+def _check_features(argument: str, x: Array, layer: Linear) -> None:
+    features = layer.kernel.shape[0]
+    if x.ndim == 0 or x.shape[-1] != features:
         raise ValueError(
-            f"{argument} must have in_features={kernel.shape[0]} as the last axis, got shape "
-            f"{x.shape}"
+            f"{argument} must have in_features={features} as the last axis, got shape {x.shape}"
         )
-
-
-# ---------------------------------------------------------------- other people's models
-
-
-def swap(
-    model: M,
-    *,
-    quantization: Quantization = None,
-    skip: Any = (),
-    report: Callable[[Any], Any] | None = None,
-) -> M:
-    """Returns `model` as a module whose own call `fuse` serves.
-
-    Its class is a subclass of the model's, and it holds the same Variables and parts: parameters,
-    paths, tied layers, optimizer state and checkpoints are the model's, and `model` itself stays as
-    it was. `swapped(x)` is `fuse(lambda model, x: model(x))(model, x)`; other methods are its own.
-    In training fuse the loss instead: `fuse` then finds its softmax too.
-
-    Args:
-      model: an `nnx.Module` with a `__call__`.
-      quantization, skip, report: as for `normfuse.fuse`; `report` is called whenever a call is
-        traced.
-
-    Returns:
-      A new module. Equal options make equal classes, so that `nnx.jit` traces once.
-
-    Raises:
-      TypeError: for a class, a module of another framework, or one without a `__call__`.
-      ValueError: for an unknown quantization.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from normfuse.layers.nnx import swap
-    >>> model = nnx.RMSNorm(16, rngs=nnx.Rngs(0))
-    >>> swapped = swap(model, report=lambda report: print(report.fused[0].served))
-    >>> nnx.jit(swapped)(jnp.ones((2, 16))).shape
-    rms_norm
-    (2, 16)
-    >>> swapped.scale is model.scale
-    True
-    """
-    return swapped(model, "nnx", call_of("nnx", "__call__", fuse, quantization, skip, report))
 
 
 def __getattr__(name: str) -> Any:

@@ -177,7 +177,7 @@ class TransformerConfig:
             )
 
     def is_local(self, layer: int) -> bool:
-        """Whether a layer attends to `sliding_window` tokens only."""
+        """Returns whether a layer attends to `sliding_window` tokens only."""
         pattern = self.layer_pattern
         return self.sliding_window is not None and pattern[layer % len(pattern)] == "L"
 
@@ -199,7 +199,7 @@ def _check_size(name: str, size: Any) -> None:
 
 
 def _in_float32(value: Any, least: float) -> bool:
-    """Whether it is a number of at least `least` that float32 holds."""
+    """Returns whether it is a number of at least `least` that float32 holds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and least <= value <= _LARGEST
 

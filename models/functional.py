@@ -1,7 +1,7 @@
 """The transformer of either framework as pure functions, for training loops."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,11 +13,12 @@ from ..layers.fuse import fuse
 from ..native.implementation import requested
 from . import parameters
 from .attention import Cache
-from .config import Quantization, TransformerConfig
+from .config import TransformerConfig
 from .sharding import Sharding, divides, stored, with_auto_axes
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
+_Structure = tuple[Params, Callable[[Params], Any]]  # `abstract` and `model` of `Functional`
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Functional:
       sharding: the specs of parameters and activations on a mesh.
       abstract: the parameters' shapes and dtypes, in the structure of `init`'s result.
       model: returns the framework's own `Transformer` with the given parameters.
+      decoder: the same with every product in the compute dtype.
     """
 
     framework: Framework
@@ -40,6 +42,7 @@ class Functional:
     sharding: Sharding
     abstract: Params = field(compare=False, repr=False)
     model: Callable[[Params], Any] = field(compare=False, repr=False)
+    decoder: Callable[[Params], Any] = field(compare=False, repr=False)
 
     def init(self, key: Array) -> Params:
         """Draws initial parameters, for each key the same values in both frameworks.
@@ -59,8 +62,7 @@ class Functional:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        quantization = self.config.quantization
-        run = self._fused(lambda params, *given: self.model(params)(*given), quantization)
+        run = self._fused(lambda model, *given: model(*given))
         return with_auto_axes(run, self.sharding.logits)(params, tokens, segment_ids)
 
     def loss(
@@ -92,23 +94,27 @@ class Functional:
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
         options["reduction"] = reduction
-        loss = lambda params, *given: self.model(params).loss(*given, **options)
-        run = self._fused(loss, self.config.quantization)
+        run = self._fused(lambda model, *given: model.loss(*given, **options))
         spec = self.sharding.tokens if reduction == "none" else P()
         return with_auto_axes(run, spec)(params, tokens, targets, segment_ids)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
-        run = self._fused(lambda params, *given: self.model(params).decode(*given), None)
+        run = lambda params, *given: self.decoder(params).decode(*given)
+        if not self._plain():
+            run = fuse(run, report=lambda _: None)
         return run(params, tokens, cache)
 
-    def _fused(
-        self, function: Callable[..., Any], quantization: Quantization | None
-    ) -> Callable[..., Any]:
-        """`function` after `fuse`, unless the configuration asks for plain JAX."""
-        if requested(self.config.implementation)[:1] == ["xla"]:
-            return function
-        return fuse(function, quantization=quantization, report=lambda _: None)
+    def _plain(self) -> bool:
+        """Returns True if the configuration asks for plain JAX."""
+        return requested(self.config.implementation)[:1] == ["xla"]
+
+    def _fused(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of parameters from one of the model, after `fuse`."""
+        run = lambda params, *inputs: call(self.model(params), *inputs)
+        if self._plain():
+            return run
+        return fuse(run, quantization=self.config.quantization, report=lambda _: None)
 
     def names(self, params: Params) -> Params:
         """Returns each parameter's canonical name, in the structure of `params`."""
@@ -164,23 +170,32 @@ def build(
       ValueError: for another framework.
     """
     sharding = sharding or Sharding()
-    if framework == "nnx":
-        from flax import nnx
-
-        from .nnx import Transformer as NnxTransformer
-
-        make = lambda: NnxTransformer(config, sharding, rngs=nnx.Rngs(0))
-        graphdef, state = nnx.split(nnx.eval_shape(make))
-        abstract, model = nnx.to_pure_dict(state), lambda params: nnx.merge(graphdef, params)
-    elif framework == "eqx":
-        from .eqx import Transformer as EqxTransformer
-
-        make = lambda key: EqxTransformer(config, sharding, key=key)
-        abstract = jax.eval_shape(make, jax.random.key(0))
-        tree = jax.tree.structure(abstract)
-        # Parameters hold the sharding that they were made with, as static data. This may differ.
-        model = lambda params: jax.tree.unflatten(tree, jax.tree.leaves(params))
-    else:
+    if framework not in get_args(Framework):
         listed = ", ".join(map(repr, get_args(Framework)))
         raise ValueError(f"framework={framework!r} must be one of {listed}.")
-    return Functional(framework, config, sharding, abstract, model)
+    structure = {"nnx": _of_nnx, "eqx": _of_eqx}[framework]
+    abstract, model = structure(config, sharding)
+    decoder = model
+    if config.quantization is not None:
+        _, decoder = structure(replace(config, quantization=None), sharding)
+    return Functional(framework, config, sharding, abstract, model, decoder)
+
+
+def _of_nnx(config: TransformerConfig, sharding: Sharding) -> _Structure:
+    from flax import nnx
+
+    from .nnx import Transformer
+
+    make = lambda: Transformer(config, sharding, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    return nnx.to_pure_dict(state), lambda params: nnx.merge(graphdef, params)
+
+
+def _of_eqx(config: TransformerConfig, sharding: Sharding) -> _Structure:
+    from .eqx import Transformer
+
+    make = lambda key: Transformer(config, sharding, key=key)
+    abstract = jax.eval_shape(make, jax.random.key(0))
+    tree = jax.tree.structure(abstract)
+    # Parameters hold the sharding that they were made with, as static data. This may differ.
+    return abstract, lambda params: jax.tree.unflatten(tree, jax.tree.leaves(params))

@@ -10,14 +10,12 @@ import dataclasses
 import json
 import os
 import re
-import secrets
-import shutil
-import stat
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -44,30 +42,9 @@ _MODULES = {
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
     "attention_post_norm": "post_attention_layernorm",
-    "mlp": "mlp",
     "mlp_post_norm": "post_feedforward_layernorm",
     **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
-    "q_norm": "q_norm",
-    "k_norm": "k_norm",
 }
-
-# Fields of TransformerConfig and RopeScaling to theirs.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "mlp_dim": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "tie_embeddings": "tie_word_embeddings",
-}
-_OPTIONAL = {"num_kv_heads", "head_dim", "rope_theta", "tie_embeddings"}
-_ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
-_ROPE_SCALING["original_max_seq_len"] = "original_max_position_embeddings"
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -78,63 +55,84 @@ _ACTIVATIONS = {
     "relu2": "squared_relu",
 }
 _LETTERS = {"sliding_attention": "L", "full_attention": "G"}
+_ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+_ROPE_SCALING["original_max_seq_len"] = "original_max_position_embeddings"
+_REQUIRED = object()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """What one `model_type` is, beyond what all have."""
+class _Setting(NamedTuple):
+    name: str
+    default: Any = _REQUIRED  # its value where config.json lacks it
+
+
+# Fields of TransformerConfig that every family has.
+_FIELDS = {
+    "vocab_size": _Setting("vocab_size"),
+    "dim": _Setting("hidden_size"),
+    "mlp_dim": _Setting("intermediate_size"),
+    "num_layers": _Setting("num_hidden_layers"),
+    "num_heads": _Setting("num_attention_heads"),
+    "num_kv_heads": _Setting("num_key_value_heads", None),  # None: as many as query heads
+    "head_dim": _Setting("head_dim", None),  # None: hidden_size / num_attention_heads
+    "max_seq_len": _Setting("max_position_embeddings"),
+    "norm_eps": _Setting("rms_norm_eps"),
+    "rope_theta": _Setting("rope_theta", 10_000.0),
+    "tie_embeddings": _Setting("tie_word_embeddings", False),
+    "activation": _Setting("hidden_act", "silu"),
+}
+
+
+class _Family(NamedTuple):
+    """One `model_type`, by the fields in which it differs from `_FIELDS`."""
 
     classes: str  # the beginning of its classes' names
-    # Fields of TransformerConfig that no setting of its changes.
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Further fields, each with its setting and the value where that is missing.
-    varied: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
-    activation: str = "hidden_act"  # the setting's name
-    # Defaults of fields of TransformerConfig. Without one there are as many heads of keys as of
-    # queries, each `hidden_size / num_attention_heads` wide.
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    tie_embeddings: bool = False
-    rope_theta: float = 10_000.0
-    # False where `head_dim` is always `hidden_size / num_attention_heads`.
-    own_head_dim: bool = True
+    fields: Mapping[str, Any]  # a setting, or the value that no setting changes
     # The layers after which its pattern of local and global ones repeats, the last of them global,
     # where `layer_types` is missing; 0 where all layers are alike.
     period: int = 0
 
 
-_GEMMA = {"norm_offset": 1.0, "scale_embeddings": True}
-_WINDOW = {"sliding_window": ("sliding_window", 4096)}
-_GEMMA2 = {
-    "query_scale_dim": ("query_pre_attn_scalar", 256),
-    "logits_softcap": ("final_logit_softcapping", 30.0),
-    "attention_softcap": ("attn_logit_softcapping", 50.0),
+_kv_heads = lambda default: {"num_kv_heads": _Setting("num_key_value_heads", default)}
+_WINDOW = {"sliding_window": _Setting("sliding_window", 4096)}
+_OLMO2 = {"head_dim": None, "norms": "post", "qk_norm": True, "qk_norm_over": "projection"}
+_GEMMA = _kv_heads(16) | {
+    "head_dim": _Setting("head_dim", 256),
+    "tie_embeddings": _Setting("tie_word_embeddings", True),
+    "activation": _Setting("hidden_act", "gelu_pytorch_tanh"),
+    "norm_offset": 1.0,
+    "scale_embeddings": True,
 }
-_GEMMA3 = _GEMMA2 | {"logits_softcap": ("final_logit_softcapping", None)}
-_GEMMA3 |= {"local_rope_theta": ("rope_local_base_freq", 10_000.0)}
-del _GEMMA3["attention_softcap"]  # a setting that `transformers` does not heed
-_OLMO2 = {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}
-_GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "tie_embeddings": True}
-_NEWER = _GEMMA_DEFAULTS | {"num_kv_heads": 4, "activation": "hidden_activation"}
-
+_GEMMA2 = _GEMMA | _kv_heads(4) | _WINDOW
+_GEMMA2 |= {
+    "activation": _Setting("hidden_activation", "gelu_pytorch_tanh"),
+    "norms": "both",
+    "query_scale_dim": _Setting("query_pre_attn_scalar", 256),
+    "logits_softcap": _Setting("final_logit_softcapping", 30.0),
+    "attention_softcap": _Setting("attn_logit_softcapping", 50.0),
+}
+_GEMMA3 = _GEMMA2 | {
+    "qk_norm": True,
+    "rope_theta": _Setting("rope_theta", 1_000_000.0),
+    "local_rope_theta": _Setting("rope_local_base_freq", 10_000.0),
+    "logits_softcap": _Setting("final_logit_softcapping", None),
+    "attention_softcap": None,  # it has a setting that `transformers` does not heed
+}
 # In the order in which `save` looks for one that can express a configuration.
 _FAMILIES = {
-    "llama": _Family("Llama"),
-    "mistral": _Family("Mistral", {}, _WINDOW, num_kv_heads=8),
-    "qwen2": _Family("Qwen2", {"attention_bias": True}, num_kv_heads=32, own_head_dim=False),
-    "qwen3": _Family("Qwen3", {"qk_norm": True}, num_kv_heads=32, head_dim=128),
-    "olmo2": _Family("Olmo2", _OLMO2, own_head_dim=False),
-    "gemma": _Family("Gemma", _GEMMA, num_kv_heads=16, **_GEMMA_DEFAULTS),
-    "gemma2": _Family("Gemma2", _GEMMA | {"norms": "both"}, _GEMMA2 | _WINDOW, period=2, **_NEWER),
-    "gemma3_text": _Family(
-        "Gemma3",
-        _GEMMA | {"norms": "both", "qk_norm": True},
-        _GEMMA3 | _WINDOW,
-        rope_theta=1_000_000.0,
-        period=6,
-        **_NEWER,
+    "llama": _Family("Llama", {}),
+    "mistral": _Family("Mistral", _kv_heads(8) | _WINDOW),
+    "qwen2": _Family("Qwen2", _kv_heads(32) | {"head_dim": None, "attention_bias": True}),
+    "qwen3": _Family(
+        "Qwen3", _kv_heads(32) | {"head_dim": _Setting("head_dim", 128), "qk_norm": True}
     ),
+    "olmo2": _Family("Olmo2", _OLMO2),
+    "gemma": _Family("Gemma", _GEMMA),
+    "gemma2": _Family("Gemma2", _GEMMA2, period=2),
+    "gemma3_text": _Family("Gemma3", _GEMMA3, period=6),
 }
+# Settings that mean another model, where they are set and no field of the family has them.
+_OTHERS = "attention_bias mlp_bias use_sliding_window use_bidirectional_attention"
+_OTHERS += " attn_logit_softcapping quantization_config"
 
 
 def load(
@@ -215,7 +213,7 @@ def save(
 ) -> None:
     """Writes a new checkpoint folder that Hugging Face transformers reads.
 
-    It is written beside its place, as `.NAME.…`, and renamed when it is complete on disk.
+    It is written beside its place, and renamed when it is complete.
 
     Args:
       path: the folder, which must not exist, or be empty.
@@ -238,21 +236,16 @@ def save(
     folder = Path(os.path.abspath(path))
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already: save to a new folder, or remove it first.")
-    new = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    new.mkdir(parents=True)
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
+        new = Path(beside, "new")
+        new.mkdir()
         _write_arrays(new, model, params, np.dtype(dtype), max_file_bytes)
         for name, content in {_CONFIG: json.dumps(config, indent=2), **files}.items():
             (new / name).write_text(content, encoding="utf-8")
-        mode = (new / _CONFIG).stat().st_mode
         for file in new.iterdir():
-            file.chmod(mode)  # safetensors makes files that only their owner reads
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+            file.chmod((new / _CONFIG).stat().st_mode)  # safetensors' are for their owner alone
         new.rename(folder)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
 
 
 def _write_arrays(
@@ -302,20 +295,12 @@ def _their_name(name: str, config: TransformerConfig) -> str:
 def _malformed(file: Path, trouble: str) -> ValueError:
     """One line, whatever the file holds."""
     printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in trouble)
-    return ValueError(f"{file}: {printable if len(printable) <= 500 else printable[:500] + '…'}")
+    return ValueError(f"{file}: {printable[:500]}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twice!r} occurs twice")
-        return found
-
     try:
-        value = json.loads(_regular(file).read_bytes(), object_pairs_hook=unique)
+        value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise _malformed(file, f"is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
@@ -323,29 +308,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _regular(file: Path) -> Path:
-    """Refuses what is missing or no file: a FIFO would be waited for."""
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(f"{file} is not a regular file.")
-    return file
-
-
 def _stored(folder: Path) -> dict[str, Any]:
     """Every array of the checkpoint by its name there, to be sliced: nothing is read yet."""
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists():
         return _open(single)
-    if not index.exists():
-        raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}.")
     where = _read_json(index).get("weight_map")
     if not isinstance(where, dict):
         raise _malformed(index, f"weight_map={where!r} must be an object.")
+    files: dict[Any, dict[str, Any]] = {}
     for name, file in where.items():
         if not isinstance(file, str) or not file.isprintable() or Path(file).name != file:
             text = f"weight_map has {name!r} in {file!r}, which must be the name of a file here."
             raise _malformed(index, text)
-    files = {file: _open(folder / file) for file in sorted(set(where.values()))}
-    for name, file in where.items():
+        files[file] = files.get(file) or _open(folder / file)
         if name not in files[file]:
             raise _malformed(index, f"weight_map has {name!r} in {file!r}; it is not.")
     return {name: files[file][name] for name, file in where.items()}
@@ -353,7 +329,7 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 def _open(file: Path) -> dict[str, Any]:
     try:
-        handle = safe_open(_regular(file), framework="np")
+        handle = safe_open(file, framework="np")
         arrays = {name: handle.get_slice(name) for name in handle.keys()}
     except SafetensorError as error:
         raise _malformed(file, f"is not a safetensors file, or is damaged: {error}.") from None
@@ -365,15 +341,9 @@ def _open(file: Path) -> dict[str, Any]:
 
 
 def _has_own_head(stored: dict[str, Any]) -> bool:
-    """Whether a head is stored that is not the embedding; older files store a tied one twice."""
-    head, embed = (stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
-    if head is None or embed is None:
-        return False
-    if head.get_shape() != embed.get_shape() or len(head.get_shape()) != 2:
-        return True
-    count = head.get_shape()[0]
-    parts = [slice(i, min(i + 4096, count)) for i in range(0, count, 4096)]
-    return not all(np.array_equal(head[part], embed[part]) for part in parts)
+    """Returns True for a head that is not the embedding; older files store a tied one twice."""
+    both = [stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens")]
+    return None not in both and not np.array_equal(*(array[:] for array in both))
 
 
 def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> None:
@@ -384,16 +354,15 @@ def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> N
     for name, shape in parameters.shapes(config).items():
         expected[_their_name(name, config)] = shape[::-1] if name.endswith(".kernel") else shape
     # Old checkpoints store the rotary frequencies; some with tied embeddings store them twice.
-    ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
-    ignored |= {"lm_head.weight"} if config.tie_embeddings else set()
-    missing = sorted(set(expected) - set(stored))
-    left_over = sorted(set(stored) - set(expected) - ignored)
-    for trouble, names in ("lacks", missing), ("holds more than the model:", left_over):
-        if names:
-            raise _malformed(folder, f"{trouble} {parameters.listed(names)}.")
-    for name, shape in expected.items():
-        if (found := tuple(stored[name].get_shape())) != shape:
-            raise _malformed(folder, f"{name} must have shape {shape}, the file has {found}.")
+    ignored = "lm_head.weight" if config.tie_embeddings else ""
+    shapes = {
+        name: tuple(array.get_shape())
+        for name, array in stored.items()
+        if name != ignored and not name.endswith("rotary_emb.inv_freq")
+    }
+    for name in sorted(expected | shapes):
+        if (ours := expected.get(name, "none")) != (theirs := shapes.get(name, "none")):
+            raise _malformed(folder, f"{name} must have shape {ours}, the file has {theirs}.")
 
 
 # ---------------------------------------------------------------- config.json
@@ -414,25 +383,32 @@ def from_huggingface(settings: Mapping[str, Any], **overrides: Any) -> Transform
     if kind not in list(_FAMILIES):  # a list: kind may be anything, hashable or not
         raise ValueError(f"model_type={kind!r} must be one of {', '.join(map(repr, _FAMILIES))}.")
     family = _FAMILIES[kind]
-    _refuse_unknown(settings, family)
-    for ours, theirs in _FIELDS.items():
-        if theirs not in settings and ours not in _OPTIONAL:
+    fields: dict[str, Any] = _FIELDS | family.fields
+    names = {ours: of.name for ours, of in fields.items() if isinstance(of, _Setting)}
+    for name in _OTHERS.split():
+        if settings.get(name) and name not in names.values() and not fields.get(name):
+            raise ValueError(f"{name}={settings[name]!r}: this transformer has no such thing.")
+    for ours, theirs in names.items():
+        fields[ours] = settings.get(theirs, fields[ours].default)
+        if fields[ours] is _REQUIRED:
             raise ValueError(f"{theirs} is missing.")
-    default = lambda ours: getattr(family, ours, None)
-    fields = {ours: settings.get(theirs, default(ours)) for ours, theirs in _FIELDS.items()}
     dim, heads = fields["dim"], fields["num_heads"]
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = heads
     if fields["head_dim"] is None:  # sizes that do not divide are refused for themselves
         fields["head_dim"] = dim // heads if type(dim) is type(heads) is int and heads else dim
-    fields |= {ours: settings.get(*theirs) for ours, theirs in family.varied.items()}
-    fields["activation"] = _activation(settings, family)
-    names = {ours: theirs for ours, (theirs, _) in family.varied.items()} | _FIELDS | _ROPE_SCALING
+    if (name := fields["activation"]) not in list(_ACTIVATIONS):
+        known = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(f"{names['activation']}={name!r} must be one of {known}.")
+    # Gemma's first configurations say "gelu" and mean its approximation.
+    approximate = kind == "gemma" and name == "gelu"
+    fields["activation"] = "gelu_tanh" if approximate else _ACTIVATIONS[name]
     try:
         fields |= _rope(settings)
         fields |= _pattern(settings, family, fields)
-        config = TransformerConfig(**fields, **family.fixed)
+        config = TransformerConfig(**fields)
     except ValueError as error:
+        names |= _ROPE_SCALING
         theirs = lambda match: names[match[1]] + "="
         raise ValueError(re.sub(rf"\b({'|'.join(names)})=", theirs, str(error))) from None
     return dataclasses.replace(config, **overrides)
@@ -444,97 +420,74 @@ def to_huggingface(config: TransformerConfig) -> dict[str, Any]:
     Raises:
       ValueError: for a configuration that none of them can express.
     """
-    c = config
-    misfits = {kind: _misfit(c, family) for kind, family in _FAMILIES.items()}
-    kind = next((kind for kind, misfit in misfits.items() if not misfit), None)
-    if kind is None:
-        nearest = min(misfits, key=lambda kind: len(misfits[kind]))
-        raise ValueError(
-            f"no Hugging Face family has this configuration; {nearest} is nearest, but has no "
-            f"{' and no '.join(misfits[nearest])}."
-        )
+    misfits: dict[str, list[str]] = {}
+    for kind in _FAMILIES:
+        settings = _settings(config, kind)
+        try:
+            read = from_huggingface(settings, **{name: getattr(config, name) for name in _RUN})
+        except ValueError:  # head_dim is none of its widths
+            continue
+        ours, theirs = vars(_canonical(config)), vars(_canonical(read))
+        misfits[kind] = [f"{name}={ours[name]!r}" for name in ours if ours[name] != theirs[name]]
+        if not misfits[kind]:
+            return settings
+    nearest = min(misfits, key=lambda kind: len(misfits[kind]))
+    raise ValueError(
+        f"no Hugging Face family has this configuration; {nearest} is nearest, but has no "
+        f"{' and no '.join(misfits[nearest])}."
+    )
+
+
+_RUN = "dtype param_dtype remat attention implementation quantization".split()  # in no family
+
+
+def _canonical(c: TransformerConfig) -> TransformerConfig:
+    """Returns the configuration in which equal models are equal."""
+    letters = "".join("GL"[c.is_local(i)] for i in range(c.num_layers))
+    window = c.sliding_window if "L" in letters else None
+    theta = c.local_rope_theta
+    if theta == c.rope_theta and c.rope_scaling is None:
+        theta = None
+    return dataclasses.replace(
+        c,
+        query_scale_dim=c.query_scale_dim or c.head_dim,
+        qk_norm_over=c.qk_norm_over if c.qk_norm else "head",
+        sliding_window=window,
+        layer_pattern="L" if window is None else _shortest(letters),
+        local_rope_theta=None if window is None else theta,
+    )
+
+
+def _settings(c: TransformerConfig, kind: str) -> dict[str, Any]:
+    """Returns a family's settings with as much of the configuration as they express."""
     family = _FAMILIES[kind]
+    fields: dict[str, Any] = _FIELDS | family.fields
+    values = vars(c) | {
+        "activation": next(name for name, ours in _ACTIVATIONS.items() if ours == c.activation),
+        "query_scale_dim": c.query_scale_dim or c.head_dim,
+        "local_rope_theta": c.local_rope_theta or c.rope_theta,
+    }
+    if family.period:  # they have no layers without a window; of all tokens, it is none
+        values["sliding_window"] = c.sliding_window or c.max_seq_len
     settings = {
         "architectures": [f"{family.classes}ForCausalLM"],
         "model_type": kind,
-        **{theirs: getattr(c, ours) for ours, theirs in _FIELDS.items()},
-        **{theirs: getattr(c, ours) for ours, (theirs, _) in family.varied.items()},
-        family.activation: next(theirs for theirs, a in _ACTIVATIONS.items() if a == c.activation),
+        **{of.name: values[ours] for ours, of in fields.items() if isinstance(of, _Setting)},
         "torch_dtype": c.param_dtype,
-        "use_cache": True,
     }
-    if kind != "qwen2":
+    if "attention_bias" not in fields:
         settings["attention_bias"] = False
-    if "query_scale_dim" in family.varied and c.query_scale_dim is None:
-        settings["query_pre_attn_scalar"] = c.head_dim
     if family.period:
-        kinds = {letter: name for name, letter in _LETTERS.items()}
-        letters = ["L" if c.is_local(i) else "G" for i in range(c.num_layers)]
-        settings["layer_types"] = [kinds[letter] for letter in letters]
-        # They have no layers without a window; of all tokens, it is none.
-        settings["sliding_window"] = c.sliding_window or c.max_seq_len
-        if "local_rope_theta" in family.varied:
-            settings["rope_local_base_freq"] = c.local_rope_theta or c.rope_theta
+        names = {letter: name for name, letter in _LETTERS.items()}
+        settings["layer_types"] = [names["GL"[c.is_local(i)]] for i in range(c.num_layers)]
     if c.rope_scaling is not None:
         linear = c.rope_scaling.kind == "linear"
-        names = {"factor": "factor"} if linear else _ROPE_SCALING
-        scaling = {theirs: getattr(c.rope_scaling, ours) for ours, theirs in names.items()}
-        settings["rope_scaling"] = {"rope_type": c.rope_scaling.kind, **scaling}
+        scaling = {"factor": "factor"} if linear else _ROPE_SCALING
+        settings["rope_scaling"] = {"rope_type": c.rope_scaling.kind}
+        settings["rope_scaling"] |= {
+            theirs: getattr(c.rope_scaling, ours) for ours, theirs in scaling.items()
+        }
     return settings
-
-
-# Fields about computing, which no family has.
-_RUN = set("dtype param_dtype remat attention implementation quantization".split())
-_RUN |= {"rope_scaling", "activation", "layer_pattern"}  # any family has any of them
-
-
-def _misfit(c: TransformerConfig, family: _Family) -> list[str]:
-    """Fields of the configuration, with their values, that a family cannot express."""
-    default = {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
-    default |= family.fixed
-    free = {*_FIELDS, *family.varied, *_RUN}
-    misfits = {name for name in default if name not in free and getattr(c, name) != default[name]}
-    if c.query_scale_dim == c.head_dim:
-        misfits -= {"query_scale_dim"}
-    if family.classes == "Gemma" and c.activation == "gelu":  # see `_activation`
-        misfits |= {"activation"}
-    if not c.qk_norm and not default["qk_norm"]:
-        misfits -= {"qk_norm_over"}
-    local = {c.is_local(i) for i in range(c.num_layers)}
-    if local == {False}:
-        misfits -= {"sliding_window", "local_rope_theta"}
-    elif True in local and False in local and not family.period:
-        misfits |= {"layer_pattern"}
-    if True in local and c.rope_scaling and "local_rope_theta" in family.varied:
-        misfits |= {"local_rope_theta"} if c.local_rope_theta is None else set()
-    if not family.own_head_dim and c.num_heads * c.head_dim != c.dim:
-        misfits |= {"head_dim"}
-    return [f"{name}={getattr(c, name)!r}" for name in sorted(misfits)]
-
-
-def _refuse_unknown(settings: Mapping[str, Any], family: _Family) -> None:
-    capped = "attention_softcap" in family.varied
-    unknown = {
-        "attention_bias": not family.fixed.get("attention_bias") and settings.get("attention_bias"),
-        "mlp_bias": settings.get("mlp_bias"),
-        "use_sliding_window": settings.get("use_sliding_window"),
-        "use_bidirectional_attention": settings.get("use_bidirectional_attention"),
-        "attn_logit_softcapping": not capped and settings.get("attn_logit_softcapping"),
-        "quantization_config": settings.get("quantization_config"),
-    }
-    for name, is_unknown in unknown.items():
-        if is_unknown:
-            raise ValueError(f"{name}={settings.get(name)!r}: this transformer has no such thing.")
-
-
-def _activation(settings: Mapping[str, Any], family: _Family) -> str:
-    gemma = "scale_embeddings" in family.fixed
-    name = settings.get(family.activation, "gelu_pytorch_tanh" if gemma else "silu")
-    if name not in list(_ACTIVATIONS):
-        known = ", ".join(map(repr, _ACTIVATIONS))
-        raise ValueError(f"{family.activation}={name!r} must be one of {known}.")
-    # Gemma's first configurations say "gelu" and mean its approximation.
-    return "gelu_tanh" if family.classes == "Gemma" and name == "gelu" else _ACTIVATIONS[name]
 
 
 def _pattern(
@@ -542,7 +495,7 @@ def _pattern(
 ) -> dict[str, Any]:
     """The shortest pattern of local and global layers; no window where none is local."""
     types, window = settings.get("layer_types"), fields.get("sliding_window")
-    alike = "G" if window is None else "L"
+    letters = alike = "G" if window is None else "L"
     if types is not None:
         known = isinstance(types, list) and all(kind in list(_LETTERS) for kind in types)
         letters = "".join(_LETTERS[kind] for kind in types) if known else ""
@@ -556,8 +509,6 @@ def _pattern(
                 f"sliding_window_pattern={period!r} must be an integer from 1 to 1000."
             )
         letters = "L" * (period - 1) + "G"
-    else:
-        letters = alike
     pattern = _shortest(letters)
     if not family.period and pattern != alike:
         raise ValueError(f"layer_types={types!r}: {family.classes} has layers of one kind only.")
@@ -569,7 +520,7 @@ def _pattern(
 
 
 def _shortest(letters: str) -> str:
-    """The shortest pattern that gives these letters when it is repeated."""
+    """Returns the shortest pattern that gives these letters when it is repeated."""
     repeated = lambda n: all(a == b for a, b in zip(letters, letters[n:], strict=False))
     return letters[: next(n for n in range(1, len(letters) + 1) if repeated(n))]
 
@@ -584,24 +535,24 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope_scaling={older!r} and rope_parameters={newer!r}: leave out one.")
     name = "rope_parameters" if newer else "rope_scaling"
     rope = newer or older or {}
-    found = {}
+    fields = {}
     if isinstance(rope, dict) and not _LETTERS.keys().isdisjoint(rope):
         local = rope.get("sliding_attention") or {}
         name, rope = f"{name}: full_attention", rope.get("full_attention")
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
             raise ValueError(f"sliding_attention={local!r} must be of rope_type 'default'.")
-        found = {"local_rope_theta": local["rope_theta"]} if "rope_theta" in local else {}
+        fields = {"local_rope_theta": local["rope_theta"]} if "rope_theta" in local else {}
     if not isinstance(rope, dict):
         raise ValueError(f"{name}={rope!r} must be an object.")
     if "rope_theta" in rope:
-        found["rope_theta"] = rope["rope_theta"]
+        fields["rope_theta"] = rope["rope_theta"]
     for part in settings, rope:
         if (fraction := part.get("partial_rotary_factor")) not in (None, 1):
             raise ValueError(f"partial_rotary_factor={fraction!r}: heads are rotated as a whole.")
     without = None if "factor" in rope else "default"  # a factor of no type is not ignored
     kind = rope.get("rope_type", rope.get("type", without))
     if kind == "default":
-        return found
+        return fields
     if kind not in ("linear", "llama3"):
         raise ValueError(f"rope_type={kind!r} must be 'default', 'linear' or 'llama3'.")
     names = {"factor": "factor"} if kind == "linear" else _ROPE_SCALING
@@ -609,4 +560,4 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{name} lacks {missing[0]}.")
     scaling = {ours: rope[theirs] for ours, theirs in names.items()}
-    return found | {"rope_scaling": RopeScaling(**scaling, kind=kind)}
+    return fields | {"rope_scaling": RopeScaling(**scaling, kind=kind)}

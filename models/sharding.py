@@ -179,7 +179,7 @@ def _gather(kernel: Array, dtype: str, spec: P) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _round_and_gather(kernel: Array, dtype: str, spec: P) -> Array:
-    """As wide as the kernel again, so that its gradient is: XLA drops both conversions."""
+    """Widens a kernel again, so that its gradient is wide: XLA drops both conversions."""
     return _gather(kernel, dtype, spec).astype(kernel.dtype)
 
 

@@ -1,13 +1,12 @@
-"""The transformer's forward pass, written once for Flax nnx and Equinox.
+"""The decoder-only transformer, written once for Flax nnx and Equinox.
 
-The frameworks' modules hold the parameters; `Ops` is what differs in applying them. A module calls
-the function of its own name here, so that a replaced submodule is called in its place.
+`normfuse.models.nnx` and `normfuse.models.eqx` make modules of these classes and give them their
+framework's layers. A module calls its parts, so that a replaced one is called in their place.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from ..layers.core.sharding import axes_of
 from ..layers.cross_entropy import linear_cross_entropy
 from ..layers.dense.fp8 import products_saveable
 from ..layers.dense.matmul import shared
+from ..layers.modules import gated_mlp
 from ..layers.quantization import kernel_codes_saveable
 from ..native.dtypes import compute_dtype
 from ..native.implementation import requested
@@ -27,88 +27,115 @@ from .sharding import GATHERED, Sharding, axes_of_words, constrain, gather_kerne
 from .side_by_side import pause
 
 
-@dataclasses.dataclass(frozen=True)
-class Ops:
-    """How a framework applies its layers, to arrays of any leading axes."""
+class Layers(Protocol):
+    """A framework's layers. Their parameters are placeholders for `initial_parameters`."""
 
-    # Of (layer, x): x times the layer's kernel, plus its bias.
-    linear: Callable[[Any, Array], Array]
-    norm: Callable[[Any, Array], Array]  # of (layer, x): the last axis of x normalised
-    # Of (mlp, gate, up, spec): `down(activation(gate) * up)`, where up may be None, with the spec
-    # of the operand of `down` on the mesh in context.
-    gated_product: Callable[[Any, Array, Array | None, P | None], Array]
-    # Of (mlp, x, spec): the whole MLP, likewise, as one function in FP8.
-    quantized_mlp: Callable[[Any, Array, P | None], Array]
-    # Of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
-    table: Callable[[Any], Array]
-    # Of (function, module): the module with `function` applied to its parameters.
-    map_parameters: Callable[[Callable[[Any], Any], Any], Any]
-    # Of (module,): the module with every product in the compute dtype.
-    unquantized: Callable[[Any], Any]
-    checkpoint: Callable[..., Callable]  # `jax.checkpoint`, or the framework's version of it
+    config: TransformerConfig
+    attention: type
+    mlp: type
+    block: type
+
+    def linear(self, n: int, m: int, use_bias: bool = False) -> Any:
+        """Returns a linear layer for arrays `(*rows, n)`."""
+        ...
+
+    def norm(self, n: int) -> Any:
+        """Returns an RMSNorm of the last axis, of length n."""
+        ...
+
+    def embedding(self) -> Any:
+        """Returns the table of the vocabulary."""
+        ...
 
 
-def forward(
-    ops: Ops,
-    model: Any,
-    tokens: Array,
-    cache: Cache | None = None,
-    segment_ids: Array | None = None,
+def parts(layers: Layers, sharding: Sharding) -> dict[str, Any]:
+    """Makes the parts of a `Transformer` by name."""
+    c = layers.config
+    block = lambda i: layers.block(layers, sharding, c.is_local(i))
+    return {
+        "embed": layers.embedding(),
+        "layers": [block(i) for i in range(c.num_layers)],
+        "norm": layers.norm(c.dim),
+        "head": None if c.tie_embeddings else layers.linear(c.dim, c.vocab_size),
+    }
+
+
+class Transformer:
+    """The call, the loss and the decoding of both frameworks' `Transformer`."""
+
+    config: TransformerConfig
+    sharding: Sharding
+    embed: Any
+    layers: Any
+    norm: Any
+    head: Any
+    checkpoint: Callable[..., Callable[..., Any]] = staticmethod(jax.checkpoint)
+
+    @staticmethod
+    def map_parameters(function: Callable[[Any], Any], module: Any) -> Any:
+        """Returns the module with `function` applied to the pytree of its parameters."""
+        return function(module)
+
+    def __call__(self, tokens: Array, segment_ids: Array | None = None) -> Array:
+        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
+
+        With `segment_ids`, integers of the same shape, tokens attend only to those of equal ids.
+
+        Raises:
+          TypeError: if tokens are no integers.
+          ValueError: if they have another shape, or are more than `max_seq_len`.
+        """
+        return _logits(self, _hidden(self, tokens, None, segment_ids)[0])
+
+    def loss(
+        self, tokens: Array, targets: Array, segment_ids: Array | None = None, **options: Any
+    ) -> Array:
+        """Returns the cross-entropy of the tokens that follow, as `Functional.loss` does."""
+        x, _ = _hidden(self, tokens, None, segment_ids)
+        # There is no Pallas kernel for it, and none is missed.
+        names = [name for name in requested(self.config.implementation) if name != "pallas"]
+        options["implementation"] = tuple(names) or None
+        options["softcap"] = self.config.logits_softcap
+        options.setdefault("quantization", self.config.quantization)
+        return linear_cross_entropy(x, _unembedding(self), targets, contract=1, **options)
+
+    def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it.
+
+        Raises:
+          ValueError: for a quantized model: a scale of several tokens would let a token's logits
+            depend on later ones.
+        """
+        if self.config.quantization is not None:
+            raise ValueError(
+                f"decode: the model has quantization={self.config.quantization!r}; build it with "
+                "quantization=None, which has the same parameters, as Functional.decode does"
+            )
+        x, cache = _hidden(self, tokens, cache, None)
+        return _logits(self, x), cache
+
+
+def _logits(model: Transformer, x: Array) -> Array:
+    logits = constrain(unembed(x, _unembedding(model)), model.sharding.logits)
+    return soft_capped(logits, model.config.logits_softcap)
+
+
+def _unembedding(model: Transformer) -> Array:
+    return _table(model.embed if model.head is None else model.head)
+
+
+def _table(layer: Any) -> Array:
+    """Returns the `(vocab, dim)` array of an embedding or of an output projection."""
+    if hasattr(layer, "weight"):  # Equinox's
+        return layer.weight
+    return layer.embedding[...] if hasattr(layer, "embedding") else layer.kernel[...].T
+
+
+def _hidden(
+    model: Transformer, tokens: Array, cache: Cache | None, segments: Array | None
 ) -> tuple[Array, Any]:
-    """Scores every next token.
-
-    Args:
-      ops: the framework's.
-      model: its `Transformer`.
-      tokens: `(batch, seq)` integers.
-      cache: keys and values of the tokens before these; None without any.
-      segment_ids: `(batch, seq)` integers, without a cache: tokens attend to those of equal ids.
-    Returns: `(batch, seq, vocab)` float32 logits (float64 for float64), and the cache with these
-      tokens added (None without one).
-
-    Raises:
-      TypeError: if tokens are no integers.
-      ValueError: if they have another shape, or are more than `max_seq_len`.
-    """
-    x, cache = _hidden(ops, model, tokens, cache, segment_ids)
-    logits = constrain(unembed(x, _unembedding(ops, model)), model.sharding.logits)
-    return soft_capped(logits, model.config.logits_softcap), cache
-
-
-def loss(
-    ops: Ops,
-    model: Any,
-    tokens: Array,
-    targets: Array,
-    segment_ids: Array | None = None,
-    **options: Any,
-) -> Array:
-    """Returns the cross-entropy of the next tokens, in nats, their logits never held as a whole.
-
-    Args:
-      ops: the framework's.
-      model: its `Transformer`.
-      tokens: `(batch, seq)` integers.
-      targets: the tokens that follow, of the same shape.
-      segment_ids: integers of the same shape; tokens attend to those of equal ids.
-      **options: of `normfuse.linear_cross_entropy`.
-    """
-    x, _ = _hidden(ops, model, tokens, None, segment_ids)
-    given = model.config.implementation
-    names = (given,) if isinstance(given, str) else given or ()
-    # There is no Pallas kernel for it, and none is missed.
-    options["implementation"] = tuple(name for name in names if name != "pallas") or None
-    options["softcap"] = model.config.logits_softcap
-    options.setdefault("quantization", model.config.quantization)
-    return linear_cross_entropy(x, _unembedding(ops, model), targets, contract=1, **options)
-
-
-def _unembedding(ops: Ops, model: Any) -> Array:
-    return ops.table(model.embed if model.head is None else model.head)
-
-
-def _check_tokens(config: TransformerConfig, tokens: Array) -> None:
-    """Raises TypeError or ValueError for what are no `(batch, seq)` integers, and for too many."""
+    """Returns the normalised output of the last block, `(batch, seq, dim)`, and the cache."""
+    config, sharding = model.config, model.sharding
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be integers, got {tokens.dtype}")
     if tokens.ndim != 2:
@@ -116,14 +143,6 @@ def _check_tokens(config: TransformerConfig, tokens: Array) -> None:
     seq, limit = tokens.shape[1], config.max_seq_len
     if seq > limit:
         raise ValueError(f"tokens hold {seq} positions; max_seq_len={limit} allows no more.")
-
-
-def _hidden(
-    ops: Ops, model: Any, tokens: Array, cache: Cache | None, segments: Array | None
-) -> tuple[Array, Any]:
-    """The normalised output of the last block, `(batch, seq, dim)`, and the cache."""
-    config, sharding = model.config, model.sharding
-    _check_tokens(config, tokens)
     if segments is not None:
         if segments.shape != tokens.shape:
             raise ValueError(
@@ -133,99 +152,29 @@ def _hidden(
     start: Any = 0 if cache is None else cache.length
     past = [None] * len(model.layers) if cache is None else cache.layers
     locality = [config.is_local(i) for i in range(len(model.layers))]
-    ropes = {local: rope_table(config, start, tokens.shape[1], local) for local in set(locality)}
+    ropes = {local: rope_table(config, start, seq, local) for local in set(locality)}
     # Documents need no positions of their own: the rotation of a score is their difference.
     ropes = {local: rope._replace(segments=segments) for local, rope in ropes.items()}
-    x = embed(tokens, ops.table(model.embed), config.dtype, sharding)
+    x = embed(tokens, _table(model.embed), config.dtype, sharding)
     x = x * config.dim**0.5 if config.scale_embeddings else x
 
     def run(layer: Any, *inputs: Any) -> Any:
-        if cache is not None and config.quantization is not None:
-            # A scale from several tokens would let a token's logits depend on later ones.
-            layer = ops.unquantized(layer)
         if sharding.keep_gathered and config.remat != "none" and config.quantization is None:
             gather = functools.partial(gather_kernels, dtype=config.dtype, sharding=sharding)
-            layer = ops.map_parameters(gather, layer)
+            layer = model.map_parameters(gather, layer)
         return layer(*inputs)
 
-    run = _remat(run, config, ops.checkpoint)
+    run = _remat(run, config, model.checkpoint)
     present = []
     for layer, layer_past, local in zip(model.layers, past, locality, strict=True):
         x, layer_present = run(layer, x, ropes[local], layer_past)
         present.append(layer_present)
-    x = constrain(_norm(ops, model.norm, x), sharding.block_input)
-    return x, cache and Cache(tuple(present), start + tokens.shape[1])
-
-
-def block(
-    ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None
-) -> tuple[Array, KeyValue | None]:
-    """Applies attention, then the MLP: each reads the residual stream and adds to it.
-
-    What they read is normalised (`norms="pre"`), what they add ("post"), or both.
-
-    Returns: the new x, `(batch, seq, dim)`, and the layer's cache.
-    """
-    sharding = module.sharding
-    h = constrain(_norm(ops, module.attention_norm, x), sharding.block_input)
-    h, cache = module.attention(h, rope, cache)
-    x = x + _post_norm(ops, module.attention_post_norm, constrain(h, sharding.residual))
-    h = module.mlp(constrain(_norm(ops, module.mlp_norm, x), sharding.block_input))
-    return x + _post_norm(ops, module.mlp_post_norm, constrain(h, sharding.residual)), cache
-
-
-def attention(
-    ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None
-) -> tuple[Array, KeyValue | None]:
-    """Applies grouped-query attention with rotary embedding to `(batch, seq, dim)`."""
-    linears = module.q, module.k, module.v
-    plain = requested(module.config.implementation)[:1] == ["xla"]
-    each = [x] * 3 if plain else shared(x, 3)
-    # Each device computes its heads: FP8 products gather the codes of x for that.
-    place = lambda y: constrain(y, P(*module.sharding.heads[:3]))
-    projections = [place(ops.linear(linear, x)) for linear, x in zip(linears, each)]
-    config, sharding = module.config, module.sharding
-
-    def heads(y: Array, norm: Any = None) -> Array:  # (batch, seq, heads, head_dim)
-        if norm is not None and config.qk_norm_over == "projection":
-            y = ops.norm(norm, y)
-        y = y.reshape(*y.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
-        return ops.norm(norm, y) if norm is not None and config.qk_norm_over == "head" else y
-
-    q, k, v = map(heads, projections, (module.q_norm, module.k_norm, None))
-    q, k = rotate(q, rope), rotate(k, rope)
-    q, k, v = (constrain(x, sharding.heads) for x in (q, k, v))
-    options: dict[str, Any] = {"scale": (config.query_scale_dim or config.head_dim) ** -0.5}
-    options |= {"softcap": config.attention_softcap}
-    options |= {"window": config.sliding_window if module.local else None}
-    options["segments"] = rope.segments
-    out, cache = attend(q, k, v, cache, rope.start, config.attention, **options)
-    out = constrain(out, sharding.heads)
-    merged = out.reshape(*out.shape[:2], out.shape[2] * config.head_dim)
-    return ops.linear(module.o, merged), cache
-
-
-def mlp(ops: Ops, module: Any, x: Array) -> Array:
-    """Applies the MLP, gated or not, to `(batch, seq, dim)`."""
-    spec = in_context(module.sharding.hidden)
-    if module.up.quantization is not None:
-        return ops.quantized_mlp(module, x, spec)
-    if module.gate is None:
-        return ops.gated_product(module, pause(ops.linear(module.up, x)), None, spec)
-    gate, up = pause((ops.linear(module.gate, x), ops.linear(module.up, x)))
-    return ops.gated_product(module, gate, up, spec)
-
-
-def _norm(ops: Ops, norm: Any, x: Array) -> Array:
-    return pause(x if norm is None else ops.norm(norm, x))
-
-
-def _post_norm(ops: Ops, norm: Any, x: Array) -> Array:
-    return x if norm is None else ops.norm(norm, x)
+    x = constrain(pause(model.norm(x)), sharding.block_input)
+    return x, cache and Cache(tuple(present), start + seq)
 
 
 def _remat(function: Callable, config: TransformerConfig, checkpoint: Callable) -> Callable:
-    """`function` of one block with its backward recomputing what `config.remat` says.
+    """Returns the function of one block, whose backward recomputes what `config.remat` says.
 
     "none" keeps everything. "block" keeps a block's inputs. "dots" also keeps the results of the
     products with weights, but not attention's scores, so that no GEMM runs twice. Kernels that
@@ -234,10 +183,96 @@ def _remat(function: Callable, config: TransformerConfig, checkpoint: Callable) 
     if config.remat == "none":
         return function
     policies = jax.checkpoint_policies
-    kept = [policies.save_only_these_names(GATHERED), kernel_codes_saveable]
+    saveable = [policies.save_only_these_names(GATHERED), kernel_codes_saveable]
     if config.remat == "dots":
-        kept += [policies.dots_with_no_batch_dims_saveable, products_saveable]
-    return checkpoint(function, policy=functools.reduce(policies.save_from_both_policies, kept))
+        saveable += [policies.dots_with_no_batch_dims_saveable, products_saveable]
+    return checkpoint(function, policy=functools.reduce(policies.save_from_both_policies, saveable))
+
+
+class Block:
+    """Attention, then MLP; each reads the residual stream and adds to it.
+
+    What they read is normalised (`norms="pre"`), what they add ("post"), or both.
+    """
+
+    def __init__(self, layers: Layers, sharding: Sharding, local: bool):
+        self.sharding, c = sharding, layers.config
+        norm = lambda exists: layers.norm(c.dim) if exists else None
+        before, after = c.norms != "post", c.norms != "pre"
+        self.attention_norm, self.attention_post_norm = norm(before), norm(after)
+        self.attention = layers.attention(layers, sharding, local)
+        self.mlp_norm, self.mlp_post_norm = norm(before), norm(after)
+        self.mlp = layers.mlp(layers, sharding)
+
+    def __call__(
+        self, x: Array, rope: Rope, cache: KeyValue | None
+    ) -> tuple[Array, KeyValue | None]:
+        """Returns the new x, `(batch, seq, dim)`, and the layer's cache."""
+        place, norm = self.sharding, lambda layer, x: x if layer is None else layer(x)
+        h = constrain(pause(norm(self.attention_norm, x)), place.block_input)
+        h, cache = self.attention(h, rope, cache)
+        x = x + norm(self.attention_post_norm, constrain(h, place.residual))
+        h = self.mlp(constrain(pause(norm(self.mlp_norm, x)), place.block_input))
+        return x + norm(self.mlp_post_norm, constrain(h, place.residual)), cache
+
+
+class Attention:
+    """Grouped-query attention with rotary embedding, over a window if `local`."""
+
+    def __init__(self, layers: Layers, sharding: Sharding, local: bool):
+        c = self.config = layers.config
+        self.sharding, self.local = sharding, local
+        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        project = lambda features: layers.linear(c.dim, features, c.attention_bias)
+        self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
+        self.o = layers.linear(heads, c.dim)
+        width = lambda features: c.head_dim if c.qk_norm_over == "head" else features
+        self.q_norm = layers.norm(width(heads)) if c.qk_norm else None
+        self.k_norm = layers.norm(width(kv_heads)) if c.qk_norm else None
+
+    def __call__(
+        self, x: Array, rope: Rope, cache: KeyValue | None
+    ) -> tuple[Array, KeyValue | None]:
+        """Returns attention's output, `(batch, seq, dim)`, and the layer's cache."""
+        c, sharding = self.config, self.sharding
+        each = [x] * 3 if requested(c.implementation)[:1] == ["xla"] else shared(x, 3)
+        # Each device computes its heads: FP8 products gather the codes of x for that.
+        place = lambda y: constrain(y, P(*sharding.heads[:3]))
+        projections = [place(linear(x)) for linear, x in zip((self.q, self.k, self.v), each)]
+
+        def heads(y: Array, norm: Any) -> Array:  # (batch, seq, heads, head_dim)
+            if norm is not None and c.qk_norm_over == "projection":
+                y = norm(y)
+            y = y.reshape(*y.shape[:2], y.shape[2] // c.head_dim, c.head_dim)
+            return norm(y) if norm is not None and c.qk_norm_over == "head" else y
+
+        q, k, v = map(heads, projections, (self.q_norm, self.k_norm, None))
+        q, k, v = (constrain(x, sharding.heads) for x in (rotate(q, rope), rotate(k, rope), v))
+        options: dict[str, Any] = {"scale": (c.query_scale_dim or c.head_dim) ** -0.5}
+        options |= {"softcap": c.attention_softcap, "segments": rope.segments}
+        options["window"] = c.sliding_window if self.local else None
+        out, cache = attend(q, k, v, cache, rope.start, c.attention, **options)
+        out = constrain(out, sharding.heads)
+        return self.o(out.reshape(*out.shape[:2], out.shape[2] * c.head_dim)), cache
+
+
+class MLP:
+    """`down(activation(gate(x)) * up(x))`; without a gate, `down(activation(up(x)))`."""
+
+    layer: type  # the class of its layers
+
+    def __init__(self, layers: Layers, sharding: Sharding):
+        self.sharding, c = sharding, layers.config
+        self.activation, self.implementation = c.activation, c.implementation
+        self.quantization = c.quantization
+        self.gate = layers.linear(c.dim, c.mlp_dim) if c.gated else None
+        self.up = layers.linear(c.dim, c.mlp_dim)
+        self.down = layers.linear(c.mlp_dim, c.dim)
+
+    def __call__(self, x: Array) -> Array:
+        """Applies the MLP to `(batch, seq, dim)`."""
+        spec = in_context(self.sharding.hidden)
+        return gated_mlp(self, x, self.layer, hidden_sharding=spec, products=pause)
 
 
 # ---------------------------------------------------------------- tokens to vectors, and to logits

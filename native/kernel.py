@@ -41,6 +41,7 @@ class Kernel:
         kernel with "cuda" and without "cpu" is one that XLA fuses into one loop on a CPU.
       plain_on_cuda: `(spec, *operand types) -> bool`: True if the definition was measured to be the
         fastest on a GPU, and serves by default; None for never.
+      types: `(spec, *operand types) -> result types`, those of the definition, where it is slow.
 
     A body raises `Unsupported` when it cannot serve. The `Order` of a call says which bodies to
     try. If none serves, the definition does and the reason is logged once; a strict order raises
@@ -54,7 +55,9 @@ class Kernel:
         bodies: Mapping[Backend, Body],
         *,
         plain_on_cuda: Callable[..., bool] | None = None,
+        types: Callable[..., Sequence[jax.ShapeDtypeStruct]] | None = None,
     ):
+        self._types = types
         self.name, self.definition, self.bodies = name, definition, dict(bodies)
         self._plain_on_cuda = plain_on_cuda
         self.primitive = Primitive(f"normfuse_{name}")
@@ -75,7 +78,9 @@ class Kernel:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
+        of = tuple((a.shape, a.dtype) for a in operands)
+        known = self._types and self._types(spec, *operands)
+        types = known or result_types(self.definition, spec, of)
         like = operands[0]  # the mesh and the manual axes around a shard are those of its operands
         update = functools.partial(like.update, weak_type=False)
         place = lambda t: NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(t.shape)))
@@ -150,7 +155,7 @@ class Kernel:
 
 
 def _has_static_shapes(ctx: Any) -> bool:
-    return all(isinstance(n, int) for a in ctx.avals_in for n in a.shape)
+    return all([isinstance(n, int) for a in ctx.avals_in for n in a.shape])
 
 
 def _require_static_shapes(ctx: Any) -> None:

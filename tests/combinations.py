@@ -1,4 +1,4 @@
-"""Which combinations of a test's parameters are worth their time."""
+"""Chooses the combinations of a test's parameters that are worth their time."""
 
 import itertools
 from collections.abc import Iterable

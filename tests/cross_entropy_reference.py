@@ -12,7 +12,7 @@ from reference import Expected, wide
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """Of given logits, (rows, vocab) float64."""
+    """The softmax of logits, (rows, vocab) float64."""
 
     z: np.ndarray
     labels: np.ndarray
@@ -50,13 +50,13 @@ class Softmax:
         return np.exp(self.c - self.most[:, None]).sum(-1)
 
     def gradient(self, a, b) -> np.ndarray:
-        """Of Σ a · lse - b · picked, with respect to z."""
+        """The gradient of Σ a · lse - b · picked by z."""
         p = np.exp(self.c - self.lse[:, None])
         return (wide(a)[:, None] * p - wide(b)[:, None] * self.target) * self.slope
 
 
 def _spread(softmax: Softmax, binary: bool) -> np.ndarray:
-    """Of exp(c - most) the argument's error, and 1 for its own.
+    """exp(c - most) has the argument's error, and 1 for its own.
 
     It is the rounding of the difference, and those of c where there is a softcap (tanh and what is
     around it are a few), or where powers are `binary`: of c · log2 e.

@@ -65,7 +65,7 @@ class Emulator:
         doubles=(),
         aliases=None,
     ) -> list[np.ndarray]:
-        """As `normfuse.native.launch.launch`, at once."""
+        """Does what `normfuse.native.launch.launch` does, at once."""
         done = {"kernel": kernel, "macros": macros, "grid": _three(grid)}
         self.launches.append(done | {"aliases": dict(aliases or {})})
         run = self._build(source, kernel, macros or {})

@@ -22,7 +22,7 @@ def unit(dtype) -> float:
 
 
 def arithmetic(terms, length=1):
-    """What a sum of `length` terms in float32 is off by, as in `reference.Expected`."""
+    """The error of a sum of `length` terms in float32, as in `reference.Expected`."""
     return terms * (8 + np.sqrt(length)) * unit(f32)
 
 
@@ -69,7 +69,7 @@ class Near:
         return Near(self.value, self.slack + unit(dtype) * self.size + smallest)
 
     def quantized(self, bound=None):
-        """As its codes say, by one scale for all: that of its maximum, or of a bound (a Near)."""
+        """Its codes' values, by one scale for all: that of its maximum, or of a bound (a Near)."""
         low, high = self.value - self.slack, self.value + self.slack
         size = self if bound is None else bound
         bounds = [fp8_reference.amax(v) for v in (size.size, size.size - 2 * size.slack)]

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: our kernels, and every collective's bytes."""
+"""Reads what a compiled program does from its text: our kernels, and every collective's bytes."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Whether a layer of ours is as near to the truth as the framework's own."""
+"""Compares errors of our layers with those of the framework's own."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -85,7 +85,7 @@ class Case:
 
     @property
     def h(self):
-        """What is normalised."""
+        """The array that is normalised."""
         return reference.add(*self.args[:2]) if self.has_residual else self.args[0]
 
     def replace(self, **changes) -> "Case":
@@ -115,7 +115,7 @@ class Case:
         return {**kept, "axes": self.axes}
 
     def values(self) -> list[Expected]:
-        """What the op returns."""
+        """The results of the op."""
         if "layer_norm" in self.op:
             y = reference.layer_forward(self.h, self.scale, self.bias, **self._options)
             return [y, Expected(reference.wide(self.h), np.zeros(()))][: 1 + self.has_residual]
@@ -126,7 +126,7 @@ class Case:
         return [y, rstd] if self.op == "rms_norm_with_rstd" else [y]
 
     def gradients(self) -> list[Expected]:
-        """What `grad` returns."""
+        """The results of `grad`."""
         dh = self.cts[1] if self.has_residual else None
         if "layer_norm" in self.op:
             found = self.cts[0], self.h, self.scale, dh
@@ -192,17 +192,8 @@ class Batch:
     """
 
     def __init__(self, op, in_axes, size=3, **options):
-        self._stack([Case(op, seed=i, **options) for i in range(size)], in_axes)
-
-    @classmethod
-    def of(cls, examples: "list[Case]", in_axes) -> "Batch":
-        """These cases; of what is not mapped over, the first's."""
-        self = cls.__new__(cls)
-        self._stack(examples, in_axes)
-        return self
-
-    def _stack(self, examples, in_axes):
-        self.examples, self.in_axes = examples, tuple(in_axes)
+        self.examples = [Case(op, seed=i, **options) for i in range(size)]
+        self.in_axes = tuple(in_axes)
         self.share(self, in_axes)
 
     def share(self, other: "Batch", in_axes) -> None:

@@ -46,7 +46,7 @@ def entered(run: Callable[[], object]) -> list[str]:
 
 
 def journeys() -> dict[str, list[str]]:
-    """What a first lowering for a GPU enters; no GPU is needed."""
+    """Files that a first lowering for a GPU enters; no GPU is needed."""
     os.environ["NORMFUSE_CUDA_ARCH"] = "sm_90"
     import jax
     import jax.numpy as jnp

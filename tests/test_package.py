@@ -14,8 +14,6 @@ import pytest
 
 import normfuse
 
-pytestmark = pytest.mark.oldest
-
 LAYERS = ("native", "layers", "models", "train")  # each imports only from those before it
 
 
@@ -124,7 +122,7 @@ def test_pytest_collects_the_tests_of_a_checkout(tmp_path):
 
 
 def test_import_loads_what_registers_the_handlers():
-    """Which takes milliseconds; everything else is loaded by the first use of a name."""
+    """Registering takes milliseconds; everything else is loaded by the first use of a name."""
     program = """
 import sys, jax
 before = set(sys.modules)

@@ -25,8 +25,8 @@ def journeys():
 @pytest.mark.parametrize(
     "what, limit",
     [
-        ("rms_norm", 10),
-        ("rms_norm and gradient", 10),
+        ("rms_norm", 11),
+        ("rms_norm and gradient", 11),
         ('nnx.Linear(activation="silu") and gradient', 13),
         ('nnx.Linear(quantization="fp8") and gradient', 14),
     ],
@@ -38,9 +38,7 @@ def test_few_files_from_an_op_to_its_kernel(journeys, what, limit):
 
 
 def test_few_modules():
-    """90 at first; then came FP8 (9), swap (4), its norms, gated norms and plans (1 each), the loss
-    (4), attention (6) and fuse (14)."""
-    assert 50 < len(structure.MODULES) <= 130
+    assert 50 < len(structure.MODULES) <= 135
 
 
 def test_no_folder_grows(monkeypatch):
@@ -59,19 +57,14 @@ def test_parameters_are_annotated():
     assert count > 1000 and have >= 0.8 * count, f"{have} of {count}"
 
 
-# files of the package that have docstrings to say better
-LATER = ()
-
-
 def test_docstrings_begin_with_a_subject_or_a_verb():
     """ "Returns whether …" says who does what; "Whether …" and "Of …" do not."""
-    places = [place for word, place in structure.docstrings() if word in OPENINGS]
-    assert [place for place in places if not place.startswith(LATER)] == []
+    assert [place for word, place in structure.docstrings() if word in OPENINGS] == []
 
 
 @pytest.mark.parametrize("suffixes, least", [(structure.PYTHON, 1500), (structure.NATIVE, 400)])
 def test_comments_begin_with_a_subject_or_a_verb(suffixes, least):
-    """ "of the result" and "what is kept" say too little: at most 3 % begin so."""
+    """At most 3 % begin so: "of the result" and "what is kept" say too little."""
     places = list(structure.openings(suffixes))
     found = [p for word, p in places if word in OPENINGS]
     assert len(places) > least and len(found) <= 0.03 * len(places), "\n".join(found)

@@ -22,6 +22,6 @@ CONFIG = TransformerConfig(
 
 
 def first_devices(*sizes: int) -> Mesh:
-    """Of as many devices as the sizes of the three axes ask for; there may be more."""
+    """A mesh of as many devices as the three axes ask for; there may be more."""
     kinds = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(sizes, AXES, kinds, devices=jax.devices()[: math.prod(sizes)])

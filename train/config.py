@@ -317,11 +317,10 @@ def _file_flags(path: Path) -> list[str]:
 
 def absolute(data: DataConfig) -> DataConfig:
     """Returns the settings of a text with absolute paths: the same from any folder."""
-    path = data.path and os.path.abspath(os.path.expanduser(data.path))
-    named_tokenizer = data.tokenizer == "byte" or re.fullmatch("bpe:[0-9]+", data.tokenizer)
-    tokenizer = os.path.expanduser(data.tokenizer)
-    tokenizer = data.tokenizer if named_tokenizer else os.path.abspath(tokenizer)
-    return dataclasses.replace(data, path=path, tokenizer=tokenizer)
+    lasting = lambda path: os.path.abspath(os.path.expanduser(path))
+    is_file = data.tokenizer != "byte" and not re.fullmatch("bpe:[0-9]+", data.tokenizer)
+    tokenizer = lasting(data.tokenizer) if is_file else data.tokenizer
+    return dataclasses.replace(data, path=data.path and lasting(data.path), tokenizer=tokenizer)
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:

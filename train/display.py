@@ -19,7 +19,6 @@ class Display:
     def __init__(self, console: Console, steps: int, *, quiet: bool = False) -> None:
         self.console, self._steps, self._quiet = console, steps, quiet
         self._bar: Progress | None = None
-        self._figures = ""
         self._every = max(1, steps // 20)
 
     def note(self, text: str, style: str | None = None) -> None:
@@ -52,21 +51,14 @@ class Display:
     def step(self, step: int, figures: list[str]) -> None:
         """Shows a step's figures: every step on the bar, about twenty steps as lines."""
         if self._bar is not None:
-            self._figures = " · ".join(figures)
-            self._bar.update(self._task, completed=step, figures=self._figures)
+            self._bar.update(self._task, completed=step, figures=" · ".join(figures))
         elif step == 1 or step % self._every == 0 or step == self._steps:
             width = len(str(self._steps))
             self.note(f"step {step:>{width}}/{self._steps}  " + "  ".join(figures))
 
-    def phase(self, name: str) -> None:
-        """Names on the bar the work that the run does between steps."""
-        if self._bar is not None:
-            self._bar.update(self._task, figures=name)
-
     def stop(self) -> None:
         """Removes the bar's animation; the last step's figures stay."""
         if self._bar is not None:
-            self._bar.update(self._task, figures=self._figures)
             self._bar.stop()
             self._bar = None
 

@@ -40,7 +40,7 @@ class StepLogger:
     tokens_per_byte: float = 1.0  # average over the text
     skipped: int = 0  # updates so far
     _finished: float = field(default_factory=time.perf_counter)
-    # Of the last steps: a mean would show every wait, as for a checkpoint, for as many.
+    # Those of the last steps, whose median is shown: a mean would show every wait ten times.
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
     def step(self, step: int, metrics: Metrics, started: float) -> None:
@@ -146,7 +146,6 @@ class Loop:
         return state, done
 
     def _validate(self, state: State, step: int) -> None:
-        self.logger.display.phase("validating")
         validation = self.evaluate(state.params, self.config.eval.tokens)
         if validation is not None:
             self.logger.validation(step, validation)

@@ -22,7 +22,7 @@ from ..models.functional import Params, build
 from ..models.sharding import Sharding
 from ..native.compiler import compilations
 from ..native.implementation import fallbacks
-from . import RunError, UsageError, distributed, plot, run_dir
+from . import RunError, UsageError, distributed, run_dir
 from .arguments import expanded
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, guard_limit, make_record
@@ -37,6 +37,7 @@ from .loop import BadStep, Loop, StepLogger
 from .mesh import batch_sharding, check_memory, check_model, make_mesh, make_sharding, on_devices
 from .metrics import MetricsLog
 from .profiling import Profiler
+from .report import plot_loss
 from .run_dir import RunDir
 from .shutdown import StopRequest, Watchdog
 from .step import Program, State, make_optimizer, schedule
@@ -234,10 +235,6 @@ class Run:
         info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte} | more
         self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 
-    def _phase(self, name: str) -> None:
-        self.display.phase(name)
-        self.watchdog.beat()
-
     def _check_resume(self) -> None:
         newest = self.checkpoints.newest_record()
         if newest is None:
@@ -254,7 +251,7 @@ class Run:
             self.display.note(f"continuing with other settings:\n{listed}", "yellow")
 
     def _restored(self) -> tuple[State, int]:
-        self._phase("restoring")
+        self.watchdog.beat()
         state, record = self.checkpoints.restore(self.program.abstract())
         check_resume(record, self.config, self.text.identity())  # may be older than the newest
         self.display.note(f"continuing after step {record['step']}")
@@ -308,7 +305,7 @@ class Run:
         return self.evaluator(params, tokens, stopping)
 
     def _save(self, state: State, step: int) -> None:
-        self._phase("saving")
+        self.watchdog.beat()
         self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
@@ -332,13 +329,13 @@ class Run:
     def _finish(self, state: State) -> bool:
         """Validates, samples and plots; returns False if asked to stop before that was done."""
         config, out = self.config, self.out
-        self._phase("validating")
+        self.watchdog.beat()
         validation = self._evaluate(state.params, config.eval.final_tokens)
         if validation is None:
             return False
         self.log.write(validation.entry(config.steps))
         if jax.process_count() == 1 and config.sample.tokens:
-            self._phase("sampling")
+            self.watchdog.beat()
             (drawn,) = sample(
                 self.model,
                 state.params,
@@ -351,7 +348,7 @@ class Run:
             )
             out.sample.write_text(drawn, encoding="utf-8")
             self.display.note(f"\nsample:\n{drawn}\n")
-        self._phase("plotting")
+        self.watchdog.beat()
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
         self.display.stop()
         if self.first:
@@ -363,7 +360,7 @@ class Run:
         references = reference_bits_per_byte(self.text.raw_train, self.text.raw_held_out)
         self._write_text_info({"references": references})
         results = self.out.results(f"{self.config.preset}, {self.config.framework}")
-        plot.plot_loss(self.out.plot, [results])
+        plot_loss(self.out.plot, [results])
         for path in (self.out.metrics, self.out.plot, self.out.sample, self.out.profile):
             if path.exists():
                 self.display.fact("wrote", str(path))

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TextIO, cast
+from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -87,8 +87,9 @@ class Watchdog:
 
     def beat(self) -> None:
         """Notes that the run goes on."""
+        stderr: Any = sys.__stderr__  # that of a notebook or a test need be no file
         if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, exit=True, file=_stderr())
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=stderr)
 
     def __enter__(self) -> "Watchdog":
         self.beat()
@@ -97,12 +98,3 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _stderr() -> TextIO:
-    """Returns the standard error as a real file, which a notebook's or a test's need not be."""
-    try:
-        sys.stderr.fileno()
-        return sys.stderr
-    except (AttributeError, OSError, ValueError):
-        return cast(TextIO, sys.__stderr__)

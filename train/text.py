@@ -139,7 +139,7 @@ def load(
     cut = len(content) - math.floor(len(content) * HELD_OUT)
     pieces = (piece for x in _cut(texts, cut)[0] for piece in pieces_at_lines(x, b"\n", _PART))
     encoder = make_tokenizer(tokenizer, pieces, saved)
-    while encoder.vocab_size > 256 and cut and content[cut] & 0xC0 == 0x80:
+    while encoder.vocab_size > 256 and 0 < cut < len(content) and content[cut] & 0xC0 == 0x80:
         cut -= 1  # to where a UTF-8 character starts
     before, after = _cut(texts, cut)
     train, _, lengths = encoder.encode_each(before)

@@ -21,7 +21,7 @@ from .mesh import make_sharding
 from .step import Program, State, make_optimizer, schedule
 
 # No GPU is there to time products on, and without a time XLA would guess Triton where cuBLAS wins.
-# What LLVM makes of the kernels is not read: they are compiled without its optimizations.
+# Nobody reads what LLVM makes of the kernels: they are compiled without its optimizations.
 OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_backend_optimization_level": 0,

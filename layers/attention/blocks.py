@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array, lax
 
 from ...native.dtypes import compute_dtype
-from ..core.op import jvp_along, vary, varying_axes
+from ..core.op import vary, varying_axes
 from .spec import Dimensions, Extras, Numbers, Spec, numbers, spread
 
 _CPU_SIDE = 128  # queries and keys of a block
@@ -164,16 +164,6 @@ def square_gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> 
     *extras, dout = rest
     function, operands = _moved(spec, q, k, v, extras)
     return list(jax.vjp(function, *operands)[1](dout))[: 3 + (spec.dbias is not None)]
-
-
-def square_tangent(
-    spec: Spec, q: Array, k: Array, v: Array, extras: Sequence[Array], tangents: Sequence[Any]
-) -> Array:
-    """Returns the tangent of out, along those of q, k, v and the bias that there are."""
-    function, operands = _moved(spec, q, k, v, extras)
-    along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, operands)]
-    _, (dout,) = jvp_along(lambda *moved: [function(*moved)], operands, along)
-    return dout
 
 
 def _seen(spec: Spec, given: Extras, rows: Array, keys: Array, ndim: int) -> Array | None:

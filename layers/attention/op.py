@@ -4,7 +4,6 @@ Batch and heads may be split over any axes of a mesh, and so may the query heads
 of keys: their devices then add up the gradients of keys and values. Lengths and widths are whole.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from ...native.implementation import Order, Unsupported, report
 from ...native.kernel import Body, Kernel, lower
-from ..core.op import Op, Split, batch_at, jvp_along, linear, reshard_like, vary, where_lowered
+from ..core.op import (
+    Op,
+    Split,
+    batch_at,
+    jvp_along,
+    reshard_like,
+    tangents_of,
+    vary,
+    where_lowered,
+)
 from . import blocks
 from .spec import Dimensions, Spec, numbers
 
@@ -37,7 +45,7 @@ class _Share(Kernel):
     """Attention, or its gradients, on one device: by cuDNN, or in blocks of plain JAX."""
 
     def __init__(self, name: str, definition: Body, function: str):
-        self._function = function  # of `cudnn`
+        self._function = function  # its name in `cudnn`
         super().__init__(name, definition, {})
 
     def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Spec, order: Order) -> Any:
@@ -144,50 +152,33 @@ def _batch(
 # in memory, where out and the statistics are functions of the other operands.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Derivative:
-    """The derivative of an attention, at its operands and its results; see `core.op`."""
+def _out(spec: Spec, *operands: Array) -> list[Array]:
+    return [blocks.square(spec, *operands)[0]]
 
-    spec: Spec
-    order: Order
 
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.spec.op
+def _refuse_forward_mode(spec: Spec, order: Order) -> None:
+    if order.strict:
+        raise _refusal(spec, "cuDNN has no forward mode")
 
-    def before(self) -> None:
-        """Raises NotImplementedError where the tangent must not be plain HLO."""
-        if self.order.strict:
-            raise _refusal(self.spec, "cuDNN has no forward mode")
 
-    def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
-        """Returns that of the output."""
-        (operands, _), (*qkv, dbias) = kept, tangents
-        q, k, v, *extras = operands
-        spec = replace(self.spec, dbias=None if dbias is None else self.spec.bias)
-        return [blocks.square_tangent(spec, q, k, v, extras, [*qkv, dbias])]
-
-    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
-        """Returns those of q, k, v and the bias."""
-        (dout,), (operands, results) = cts, kept
-        spec = replace(self.spec, dbias=None if likes[3] is None else self.spec.bias)
-        found = [*gradients(spec, *operands, *results, dout, order=self.order), None]
-        return [None if t is None else g.astype(t.dtype) for g, t in zip(found, likes)]
-
-    def rows(self, kept: Any) -> None:
-        """Batches are those of the operations."""
+def _backward(
+    spec: Spec, cts: Any, operands: Any, results: Any, wanted: Any, *, order: Order
+) -> list[Any]:
+    """Returns the gradients of q, k, v and the bias; None of the other extras."""
+    dbias = spec.bias if spec.bias is not None and wanted[3] else None
+    found = gradients(replace(spec, dbias=dbias), *operands, *results, *cts, order=order)
+    return found + [None] * (len(operands) - len(found))
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
     results = attention(replace(spec, statistics=2), *primals, order=order)
     saved = [checkpoint_name(r, name) for r, name in zip(results, NAMES)]
-    moving = [*tangents[:3], tangents[3] if spec.bias is not None else None]
-    kept = list(primals), saved
-    (dout,) = linear(_Derivative(spec, order), kept, moving, saved[:1])
+    count = 3 + (spec.bias is not None)  # masks and segments have no tangents
+    moving = [*tangents[:count], *[None] * (len(tangents) - count)]
+    dout = tangents_of(attention, _backward, spec, primals, moving, saved[:1], saved, order=order)
     zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in saved[1:]]
     count = 1 + spec.statistics
-    return saved[:count], [dout, *zeros][:count]
+    return saved[:count], [*dout, *zeros][:count]
 
 
 def _gradients_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
@@ -212,6 +203,8 @@ attention = _op(
     dims=Spec.forward_dims,
     body=_forward_body,
     jvp=_forward_jvp,
+    formula=_out,
+    forward_mode=_refuse_forward_mode,
     without_last=_without_last,
 )
 gradients = _op(

@@ -93,10 +93,14 @@ class Op:
         (these specs as they must be, one device's function)`.
       before: `(ctx, spec, order) -> order`, when it is lowered.
       jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
-      transpose: `(cotangents, *operands, spec, order)`, where it is linear; None for the
-        definition's own.
-      types: `spec -> the results' types`, if that knows them.
-      backward: the first-order gradient, for readers and for listings; see `derivative`.
+      transpose: `(cotangents, *operands, spec, order)`, where it is linear.
+      linear: the definition's own transpose serves, for an operation that is linear in what is
+        transposed, as a backward is in its cotangents.
+      types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
+        say; only an optimization.
+      formula: the differentiable results in plain JAX, where derivatives are not of `definition`.
+      forward_mode: `(spec, order)`, called where the tangent is lowered; may refuse it.
+      backward: the first-order gradient, for readers and for listings.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
     """
@@ -115,7 +119,10 @@ class Op:
     before: Callable[[Any, Any, Order], Order] | None = None
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
-    types: Callable[[Any], Sequence[Any]] | None = None
+    linear: bool = False
+    types: Callable[..., Sequence[Any] | None] | None = None
+    formula: Body | None = None
+    forward_mode: Callable[[Any, Order], None] | None = None
     backward: "Op | None" = None
     without_last: Callable[[Any], Any] | None = None
 
@@ -129,7 +136,8 @@ class Op:
         batch = functools.partial(self.batch, self) if self.batch else self._batch
         batching.primitive_batchers[p] = batch
         ad.primitive_jvps[p] = self.jvp or self._plain_jvp
-        ad.primitive_transposes[p] = self.transpose or self._plain_transpose
+        if self.transpose or self.linear:
+            ad.primitive_transposes[p] = self.transpose or self._plain_transpose
         if self.without_last:
             jax_private.on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
@@ -150,17 +158,20 @@ class Op:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        if self.types is not None and (known := self.types(spec)):
-            return list(known)
-        if self.dims is None or self.share is not None:
+        types = self.types(spec, *operands) if self.types else None
+        if types and self.dims is None:
+            return list(types)
+        if self.dims is None or self.share is not None and types is None:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
-        types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
+        if types is None:
+            of = tuple((a.shape, a.dtype) for a in operands)
+            types = result_types(self.definition, spec, of)
         inputs, outputs = self._dims(spec, operands)
         leads, entries = self._leads(spec), {}
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
         like = operands[leads[0]]
-        specs = [P(*[entries[d] for d in dims]) for dims in outputs]
+        specs = [P(*[entries.get(d) for d in dims]) for dims in outputs]
         shardings = [NamedSharding(like.sharding.mesh, spec) for spec in specs]
         return [
             like.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding)
@@ -523,8 +534,14 @@ class _Operation:
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> Sequence[Array]:
         """Returns the tangent of the definition."""
-        plain = functools.partial(self.differentiated.plain, self.spec)
-        return jvp_along(plain, kept[0], tangents)[1]
+        formula = self.differentiated.formula or self.differentiated.definition
+        along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, kept[0])]
+        return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], along)[1]
+
+    def before(self) -> None:
+        """Lets the operation refuse its tangent."""
+        if self.differentiated.forward_mode:
+            self.differentiated.forward_mode(self.spec, self.order)
 
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
         """Returns the backward's gradients, of the types of the operands."""
@@ -670,6 +687,6 @@ tangent = Op(
     _define_tangent,
     batch=_batch_tangent,
     transpose=_transpose_tangent,
-    types=lambda spec: spec.results,
+    types=lambda spec, *_: spec.results,
     before=_before_tangent,
 )

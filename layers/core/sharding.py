@@ -1,6 +1,7 @@
 """Shardings: PartitionSpecs, read and checked, the mesh behind XLA's tiles, and Auto axes."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence, Set
@@ -27,6 +28,7 @@ def whole(spec: Any, ndim: int) -> tuple[Any, ...]:
     return (*spec, *[None] * (ndim - len(spec)))
 
 
+@functools.cache
 def axes_of(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes that an entry names."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

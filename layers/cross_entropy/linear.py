@@ -95,7 +95,8 @@ def linear_cross_entropy(
         `dtype`, but float32 for float16, in which logits beyond 65504 are infinite.
       quantization: "fp8" for products of FP8 codes in the gradient (docs/quantization.md), which is
         rounded at random, but alike each time. The loss and the log-sum-exps stay as they are, to
-        the bit. A kernel with a dimension that is no multiple of 16 multiplies in `dtype`.
+        the bit. Features that are no multiple of 16, and such a number of words that is below 1024
+        or has a softcap, multiply in `dtype`.
       chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits, in
         FP8 896 MiB of these and their gradient's codes.
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
@@ -485,15 +486,12 @@ def define_reduced(
 
 
 def _statistics_tangent(
-    loss: Loss, spec: Spec, moving: list[Array], found: Any, x: Array, w: Array, *more: Array
+    loss: Loss, spec: Spec, moving: list[Array], found: Any, *operands: Array
 ) -> list[Any]:
     """Returns the tangents of lse and lse - picked; `found` are the three of `ops.statistics`."""
-    most, total, _ = found
     if not moving:
-        return [ad.Zero(jax.typeof(most).to_tangent_aval())] * 2
-    labels, *bias = more
-    operands = x, w, labels, most, total, *bias, *moving
-    dlse, dpicked = ops.tangent(spec, *operands, order=loss.order)
+        return [ad.Zero(jax.typeof(found[0]).to_tangent_aval())] * 2
+    dlse, dpicked = ops.lse_tangents(spec, operands, found, moving, loss.order)
     return [dlse, dlse - dpicked]
 
 

@@ -24,13 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.interpreters import ad
 
 from ...native import jax_private
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
 from ...native.kernel import Kernel
-from ..core.op import Dims, Op, Split, batch_at, match
+from ..core.op import Dims, Op, Split, batch_at, match, tangents_of
 from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
 from ..quantization.quantize import E5M2, MULTIPLE, Codes, fits, quantize_kernel
 from . import softmax
@@ -42,6 +41,7 @@ CODED_CHUNK_BYTES = 7 * 2**27
 """The same of logits and the codes of their gradient, which are there at one time in FP8."""
 _MULTIPLE = 128  # rows of a GEMM's tile
 _LAST = 2**31 - 1  # no word
+_FEW_WORDS = 1024  # fewer are not worth a copy of the kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,29 +144,10 @@ def define_gradients(
     return _gradients(spec, x, w, g, a, b)
 
 
-def define_tangent(
-    spec: Spec, x: Array, w: Array, labels: Array, most: Array, total: Array, *rest: Array
-) -> list[Array]:
-    """`(x, w, labels, most, sum[, bias][, dx][, dw][, dbias]) -> (dlse, dpicked)`."""
-    del most, total
-    bias, moving = _split_bias(spec, rest)
-    primals, wanted, moving_of = (x, w, *bias), (*spec.wanted, spec.bias), iter(moving)
-    tangents = [
-        next(moving_of).astype(a.dtype) if moves else jnp.zeros_like(a)
-        for moves, a in zip(wanted, primals)
-    ]
-
-    def statistics(x, w, *bias):
-        most, total, picked = define_statistics(spec, x, w, labels, *bias)
-        return softmax.lse_of(most, total), picked
-
-    return list(jax.jvp(statistics, primals, tuple(tangents))[1])
-
-
-def _split_bias(spec: Spec, rest: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the bias, if there is one, and what comes after it."""
-    count = int(spec.bias is not None)
-    return rest[:count], rest[count:]
+def define_lse(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
+    """`(x, w, labels[, bias]) -> (lse, picked)`."""
+    most, total, picked = define_statistics(spec, x, w, labels, *bias)
+    return [softmax.lse_of(most, total), picked]
 
 
 def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
@@ -280,8 +261,11 @@ class _Part:
     size: int
 
     def local(self, labels: Array) -> Array:
-        """Returns labels counted from the first column here."""
-        return labels - lax.axis_index(self.axes) * self.size if self.axes else labels
+        """Returns labels counted from the first column here; -1 or less for those of others."""
+        if not self.axes:
+            return labels
+        labels = labels - lax.axis_index(self.axes) * self.size
+        return jnp.where(labels < self.size, labels, -1)
 
     def whole(self, most: Array, total: Array, picked: Array) -> list[Array]:
         """Returns the statistics over all parts."""
@@ -294,6 +278,34 @@ class _Part:
 
 def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
     return _Part(split.over([x.ndim + 1]), w.shape[1 - spec.contract])
+
+
+def aligned_words(words: int, softcap: float | None) -> int:
+    """Returns how many words a device computes with, of so many: a multiple of 16, if it can.
+
+    Products of other sizes are slower, and in FP8 there are none. Words that no row has are kept
+    out by a bias of -inf, which a soft cap would bring back.
+    """
+    return words if words < _FEW_WORDS or softcap is not None else -(-words // MULTIPLE) * MULTIPLE
+
+
+def _aligned(spec: Spec, w: Array, bias: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+    """Returns the kernel and the bias of `aligned_words`."""
+    words = w.shape[1 - spec.contract]
+    if not (more := aligned_words(words, spec.softmax.softcap) - words):
+        return w, bias
+    w = jnp.pad(w, [(0, more * (axis != spec.contract)) for axis in range(2)])
+    of_words = bias[0] if bias else jnp.zeros(words, spec.logits)
+    return w, [jnp.pad(of_words, (0, more), constant_values=-jnp.inf)]
+
+
+def _of_words(spec: Spec, found: Sequence[Array], words: int) -> list[Array]:
+    """Returns results with the gradients of the kernel and of the bias, the last, as `_aligned`
+    was given these."""
+    count = len(found) - spec.wanted[1] - bool(spec.bias)
+    axes = [1 - spec.contract] * spec.wanted[1] + [0] * bool(spec.bias)
+    cut = [lax.slice_in_dim(g, 0, words, axis=axis) for g, axis in zip(found[count:], axes)]
+    return [*found[:count], *cut]
 
 
 def _bits(kind: str, arrays: Sequence[Array]) -> list[Array]:
@@ -357,6 +369,7 @@ def _statistics_body(
     if 0 in x.shape:
         return define_statistics(spec, x, w, labels, *bias)
     part, run = _part(spec, split, x, w), _kernel(spec, softmax.statistics, order)
+    w, bias = _aligned(spec, w, bias)
 
     def chunk(sums, x, labels):
         del sums
@@ -375,6 +388,7 @@ def _argmax_body(
     if 0 in x.shape:
         return define_argmax(spec, x, w, *bias)
     part = _part(spec, split, x, w)
+    w, bias = _aligned(spec, w, bias)
 
     def chunk(sums, x):
         del sums
@@ -452,6 +466,7 @@ def _loss_gradients_body(
     if 0 in x.shape:
         return define_loss_gradients(spec, x, w, labels, weights, *bias)
     part = _part(spec, split, x, w)
+    w, bias = _aligned(spec, w, bias)
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(spec, sums, x, labels, weights):
@@ -470,7 +485,7 @@ def _loss_gradients_body(
 
     def run(*arrays):
         own, size = _parts(spec, split, x.ndim, arrays[0], w)
-        return _in_chunks(functools.partial(chunk, own), arrays, size)
+        return _of_words(spec, _in_chunks(functools.partial(chunk, own), arrays, size), part.size)
 
     return _each_group(spec, split, run, x, part.local(labels), weights, results=3)
 
@@ -480,8 +495,9 @@ def _gradients_body(
 ) -> list[Array]:
     if 0 in x.shape:
         return define_gradients(spec, x, w, labels, *rows)
-    bias = rows[3:]
-    labels = _part(spec, split, x, w).local(labels)
+    part = _part(spec, split, x, w)
+    labels = part.local(labels)
+    w, bias = _aligned(spec, w, rows[3:])
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
@@ -489,7 +505,7 @@ def _gradients_body(
         return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
 
     def run(*arrays):
-        return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))
+        return _of_words(spec, _in_chunks(chunk, arrays, _size(spec, arrays[0], w)), part.size)
 
     return _each_group(spec, split, run, x, labels, *rows[:3], results=0)
 
@@ -500,8 +516,8 @@ def _gradients_body(
 def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    These are x, w (the kernel), r (a number for each row), b (the bias, if there is one), t (the
-    tangents of x, the kernel and the bias, as far as they exist) and g (their gradients).
+    These are x, w (the kernel), r (a number for each row), b (the bias, if there is one) and g (the
+    gradients of x, the kernel and the bias, as far as they are wanted).
     """
 
     def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
@@ -511,9 +527,9 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
         w = (n, v) if spec.contract == 0 else (v, n)
         found: dict[str, list[Any]] = {"x": [x], "w": [w], "r": [x[:-1]]}
         found["b"] = [(v,)] * (spec.bias is not None)
-        for letter, groups in ("t", ()), ("g", range(spec.groups)):
-            of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
-            found[letter] = [x] * spec.wanted[0] + of_parameters
+        groups = range(spec.groups)
+        of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
+        found["g"] = [x] * spec.wanted[0] + of_parameters
         each = lambda text: tuple(dims for letter in text for dims in found[letter])
         return each(operands), each(results)
 
@@ -573,18 +589,7 @@ def _checked(ctx: Any, spec: Spec, order: Order) -> Order:
     return require_fp8(ctx, spec, order) if spec.quantized else order
 
 
-def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
-    x, w, labels, most, total, *rest = operands
-    bias, moving = _split_bias(spec, rest)
-    dlse, dpicked = [ad.instantiate_zeros(ct) for ct in cts]
-    a = softmax.divided(dlse, total)
-    found = gradients(spec, x, w, labels, most, a, -dpicked, *bias, order=order)
-    linear = [g.astype(t.aval.dtype) for g, t in zip(found, moving)]
-    return [None] * (5 + len(bias)) + linear
-
-
-_op = functools.partial(Op, leads=(0, 1))
-_chunked = functools.partial(_op, undivided=_undivided)
+_chunked = functools.partial(Op, leads=(0, 1), undivided=_undivided)
 _of_gradients = functools.partial(_chunked, batch=_batch_groups, before=_checked)
 statistics = _chunked(
     "cross_entropy_statistics",
@@ -592,6 +597,7 @@ statistics = _chunked(
     dims=_dims("xwrb", "rrr"),
     body=_statistics_body,
     batch=batch_rows,
+    formula=define_lse,
 )
 argmax = _chunked(
     "cross_entropy_argmax",
@@ -612,12 +618,36 @@ gradients = _of_gradients(
     dims=_dims("xwrrrrb", "g"),
     body=_gradients_body,
 )
-tangent = _op(
-    "cross_entropy_tangent",
-    define_tangent,
-    dims=_dims("xwrrrbt", "rr"),
-    transpose=_transpose_tangent,
-)
+
+
+def lse_tangents(
+    spec: Spec,
+    operands: Sequence[Array],
+    found: Sequence[Array],
+    moving: Sequence[Any],
+    order: Order,
+) -> list[Array]:
+    """Returns the tangents of (lse, picked), of operands whose `statistics` were found.
+
+    `moving` are the tangents of x, the kernel and the bias, as far as `spec` wants them.
+    """
+    most, total, _ = found
+    given, wanted = iter(moving), (*spec.wanted, False, *[spec.bias] * (len(operands) - 3))
+    tangents = [next(given) if wants else None for wants in wanted]
+    results, rows = (most, most), (most, total)
+    return tangents_of(statistics, _backward, spec, operands, tangents, results, rows, order)
+
+
+def _backward(
+    spec: Spec, cts: Any, operands: Any, rows: Any, wanted: Any, *, order: Order
+) -> list[Any]:
+    (x, w, labels, *bias), (most, total) = operands, rows
+    dlse, dpicked = [jnp.zeros_like(most) if ct is None else ct for ct in cts]
+    of_bias = wanted[3] if bias else None
+    spec = replace(spec, wanted=(wanted[0], wanted[1]), bias=of_bias)
+    factors = softmax.divided(dlse, total), -dpicked
+    found = iter(gradients(spec, x, w, labels, most, *factors, *bias, order=order))
+    return [next(found) if wants else None for wants in wanted]
 
 
 def _without_gradients(used: list[bool], *live_and_eqn: Any) -> Any:

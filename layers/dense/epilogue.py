@@ -331,6 +331,7 @@ backward = Op(
     body=_backward_body,
     leads=(1,),
     batched=_batched,
+    linear=True,
 )
 forward = Op(
     "epilogue",

@@ -225,9 +225,19 @@ def _share_product(
     return found, functools.partial(define_product, spec, **options)
 
 
+def _product_types(spec: Contraction, a: Any, b: Any, *_: Any) -> Any:
+    """Returns the result's type where no mesh is a part of it."""
+    varying = any(one.manual_axis_type.varying for one in (a, b))
+    if a.sharding.mesh.explicit_axes or varying:
+        return None
+    of = dict(zip(spec.a, a.shape)) | dict(zip(spec.b, b.shape))
+    return [jax.ShapeDtypeStruct([of[letter] for letter in spec.out], spec.dtype)]
+
+
 product = Op(
     "fp8_product",
     define_product,
+    types=_product_types,
     dims=_product_dims,
     batch=_batch_product,
     share=_share_product,
@@ -297,7 +307,7 @@ class Fp8:
             (x,), codes = args, Codes(FORMAT, True, transposed, self.op)
             return quantize(x, codes, split=x.ndim - 1, order=self.order)
         x, q, qt, scale = args
-        of_x = lambda codes: derived(Derived(self.op), codes, x)[0]
+        of_x = lambda codes: derived(Codes(op=self.op), codes, x)[0]
         if transposed and qt is None:  # a program was cut to its results, then differentiated
             qt = jnp.moveaxis(q, -1, 0)
         return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
@@ -462,14 +472,7 @@ def multiply(
 # ---------------------------------------------------------------- inputs whose codes are there
 
 
-@dataclasses.dataclass(frozen=True)
-class Derived:
-    """The function that the user called."""
-
-    op: str
-
-
-def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Derived, order: Order) -> Any:
+def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -> Any:
     (value,) = op(spec, *args, order=order)
     return [value], dims[:1]
 

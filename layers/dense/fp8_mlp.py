@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     x: Any  # codes of xᵀ
     kernels: Any  # a pair for each of gate and up, codes (in, out)
     down: Any  # codes (in, out) of down
-    hidden: Any  # what `gated.hidden` leaves for the backward
+    hidden: Any  # the results of `gated.hidden` that the backward reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +155,12 @@ class Mlp:
 
 
 def serves(kernels: list[Array], contract: int, function: Scalar | None) -> bool:
-    """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope."""
-    shapes = all(fits(kernel, contract) and kernel.ndim == 2 for kernel in kernels)
-    return shapes and function is not None and has_slope(function)
+    """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope.
 
-
-def has_slope(function: Scalar) -> bool:
-    """Returns whether the slope has a known bound: the library's activations, not namesakes."""
+    Bounds are those of the library's own activations, not of namesakes.
+    """
+    if function is None or not all(fits(k, contract) and k.ndim == 2 for k in kernels):
+        return False
     own = SCALARS.get(function.name)
     texts = lambda scalar: (scalar.source, scalar.derivative)
     return function.name in gated.SLOPES and own is not None and texts(own) == texts(function)

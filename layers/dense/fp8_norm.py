@@ -26,7 +26,7 @@ from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
 from ..quantization.norm import Normalised, NormCodes
 from ..quantization.quantize import Codes
-from .fp8 import FORMAT, Derived, Marked, derived
+from .fp8 import FORMAT, Marked, derived
 
 
 def norm_tangents(
@@ -79,7 +79,7 @@ def _normalised(
 def _(norm, order, primals, tangents):
     (args, h, statistics), (dargs, *_) = primals, tangents
     results = _normalised(norm, order, args, h, statistics)
-    h, *statistics = (derived(Derived(norm.op), value, *args)[0] for value in (h, *statistics))
+    h, *statistics = (derived(Codes(op=norm.op), value, *args)[0] for value in (h, *statistics))
     dy, *dh = norm_tangents(norm, h, statistics, args, dargs, order)
     return results, (jnp.zeros_like(results[0]) if dy is None else dy, *dh)
 

@@ -1,7 +1,5 @@
 """Gated dense layers: two projections of one input, one gating the other."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -65,11 +63,17 @@ def gated_dense(
     """
     op = "gated_dense"
     x = floating(op, "x", x)
-    kernels = gate_and_up(op, x, kernel_gate, kernel_up, activation, out_sharding)
+    gate, up = floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up)
+    check_shapes(op, x, gate, None, "kernel_gate", out_sharding=out_sharding)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
+        )
+    check_activated(op, activation)
     dtype = floating_dtype(op, dtype, x.dtype)
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "out_sharding": out_sharding, "quantization": quantization}
-    z, up = (multiply(op, x, k, **options) for k in kernels)
+    z, up = (multiply(op, x, kernel, **options) for kernel in (gate, up))
     serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
     if scalar_of(activation) is not None:
         serve["native"] = lambda strict: finish_natively(
@@ -232,25 +236,6 @@ def mlp(
 def _names(kernels: dict[str, Array]) -> list[str]:
     """Returns an MLP's kernel names, "down" last."""
     return [name for name in ("gate", "up", "down") if name in kernels]
-
-
-def gate_and_up(
-    op: str, x: Array, gate: Array, up: Array, activation: Activation, out_sharding: Any
-) -> list[Array]:
-    """Returns a gated layer's two kernels.
-
-    Raises:
-      TypeError: for integer or complex kernels.
-      ValueError: unless kernels and `out_sharding` fit and there is an activation.
-    """
-    gate, up = floating(op, "kernel_gate", gate), floating(op, "kernel_up", up)
-    check_shapes(op, x, gate, None, "kernel_gate", out_sharding=out_sharding)
-    if up.shape != gate.shape:
-        raise ValueError(
-            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
-        )
-    check_activated(op, activation)
-    return [gate, up]
 
 
 def check_activated(op: str, activation: Activation) -> None:

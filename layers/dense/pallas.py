@@ -470,7 +470,7 @@ def _gradients(
     """Returns those of x, the kernel and the bias: two products, and one pass before them."""
     del order
     (x, kernel, *bias), (dy, *dz) = operands, cts
-    if dy is None or any(d is not None for d in dz):  # of a second derivative
+    if dy is None or any(d is not None for d in dz):  # in a second derivative
         results, pull = jax.vjp(functools.partial(layer.plain, spec), *operands)
         return list(pull([jnp.zeros_like(r) if ct is None else ct for r, ct in zip(results, cts)]))
     found: list[Any] = [dy]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cross_entropy.linear import best_words, linear_cross_entropy
+from ..cross_entropy.op import aligned_words
 from ..quantization.quantize import fits
 from .attention import MASKED
 from .constants import ARITHMETIC
@@ -356,7 +357,9 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     why = ""
     if quantization:
         kernel = g.avals[base.dot.ins[found.right]]
-        why = unfit(base.dot, dtype, size(contract), size(words)) or _unfit_here(kernel)
+        count = aligned_words(size(words), softcap)
+        why = unfit(base.dot, dtype, size(contract), count)
+        why = why or _unfit_here(kernel, size(words), softcap)
     site = Loss(
         outs=(value,),
         reads=tuple(
@@ -411,12 +414,14 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     return site
 
 
-def _unfit_here(kernel: Any) -> str:
+def _unfit_here(kernel: Any, words: int, softcap: float | None) -> str:
     """Returns why no device can multiply FP8 codes of its part of a kernel, as far as types say."""
     mesh = kernel.sharding.mesh
     if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):
         return "its mesh is partly manual"
-    if mesh.explicit_axes and not fits(*(part := kernel.sharding.shard_shape(kernel.shape))):
+    part = kernel.sharding.shard_shape(kernel.shape) if mesh.explicit_axes else ()
+    count = lambda n, of: aligned_words(n, softcap) if of == words else n
+    if part and not fits(*map(count, part, kernel.shape)):
         return f"a device's part of its kernel, {part}, is no multiple of 16"
     return ""
 

@@ -1,15 +1,19 @@
-"""`swap`: a model whose own call `fuse` serves. The frameworks differ in the method they call."""
+"""`swap`: a model whose own call `fuse` serves, in any framework."""
 
 import dataclasses
 import functools
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from ..core.arguments import Quantization
 from .fuse import check, skip_of
+from .fuse import fuse as fuse_arrays
 
-_HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "eqx"}
+M = TypeVar("M")
+# The frameworks' packages, and the method of a module that is its call.
+_FRAMEWORKS = {"flax.nnx": "__call__", "flax.linen": "apply", "equinox": "__call__"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,45 +32,80 @@ class Call:
         return self.fuse(getattr(base, self.method), **options)
 
 
-def call_of(
-    home: str, method: str, fuse: Callable[..., Any], quantization: Any, skip: Any, report: Any
-) -> Call:
-    """Returns the options of a `swap`.
+def swap(
+    model: M,
+    *,
+    quantization: Quantization = None,
+    skip: Any = (),
+    report: Callable[[Any], Any] | None = None,
+) -> M:
+    """Returns `model` as a module whose own call `normfuse.fuse` serves; in Linen, its `apply`.
+
+    Its class is a subclass of the model's, and it holds the same parts: parameters, paths, tied
+    layers, static fields and checkpoints are the model's, and `model` itself stays as it was.
+    `swapped(x)` is `fuse(lambda model, x: model(x))(model, x)`; other methods, and Linen's
+    initialisation, are its own. Optax compares the structures of Equinox's models: swap them before
+    `optim.init`. In training fuse the loss instead: `fuse` then finds its softmax too.
+
+    Args:
+      model: a module of nnx or Equinox with a `__call__`, or one of Linen that is not bound.
+      quantization, skip, report: as for `normfuse.fuse`; `report` is called whenever a call is
+        traced.
+
+    Returns:
+      A new module. Equal options make equal classes, so that `jit` traces once.
 
     Raises:
-      TypeError: if the report cannot be called.
-      ValueError: for an unknown quantization.
+      TypeError: for a class, or anything but such a module.
+      ValueError: for a bound module, or an unknown quantization.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import swap
+    >>> model = nnx.RMSNorm(16, rngs=nnx.Rngs(0))
+    >>> swapped = swap(model, report=lambda report: print(report.fused[0].served))
+    >>> nnx.jit(swapped)(jnp.ones((2, 16))).shape
+    rms_norm
+    (2, 16)
+    >>> swapped.scale is model.scale
+    True
     """
-    check(f"{home}.swap", fuse, quantization, report)
-    return Call(method, fuse, quantization, skip_of(f"{home}.swap", skip), report)
-
-
-def swapped_class(model: Any, home: str, call: Call) -> type:
-    """Returns the subclass of a model's class that `call` serves, one for equal options.
-
-    Raises:
-      TypeError: for a class, for a module of another framework, and for what has no such method.
-    """
-    op = f"{home}.swap"
     if isinstance(model, type):
-        raise TypeError(f"{op}: model must be a module, got the class {model.__name__}; call it")
-    within = lambda cls, name: f"{cls.__module__}.".startswith(f"{name}.")
-    homes = [_HOMES[name] for name in _HOMES for cls in type(model).__mro__ if within(cls, name)]
-    if homes and home not in homes:  # Flax's bridges are of both
+        raise TypeError(f"swap: model must be a module, got the class {model.__name__}; call it")
+    homes = [f"{cls.__module__}." for cls in type(model).__mro__ if cls.__name__ == "Module"]
+    within = lambda name: any(home.startswith(f"{name}.") for home in homes)
+    framework = next(filter(within, _FRAMEWORKS), "")
+    method = _FRAMEWORKS.get(framework, "__call__")
+    if not framework or not hasattr(model, method):
         raise TypeError(
-            f"{op}: model is a {type(model).__name__}; use normfuse.layers.{homes[0]}.swap"
+            f"swap: model must be a module with a {method} method, got {type(model).__name__}; "
+            "normfuse.fuse takes any function"
         )
-    base = type(model)
+    if framework == "flax.linen" and getattr(model, "scope", None) is not None:
+        raise ValueError(
+            f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
+        )
+    fuse = fuse_arrays
+    if framework == "flax.nnx":
+        from ..fuse_nnx import fuse
+    check("swap", fuse, quantization, report)
+    return _swapped(model, Call(method, fuse, quantization, skip_of("swap", skip), report))
+
+
+def _swapped(model: Any, call: Call) -> Any:
+    """Returns `model` as an object of its `_swapped_class`: all that it holds is the same."""
+    new = object.__new__(_swapped_class(type(model), call))
+    vars(new).update(vars(model))
+    return new
+
+
+def _swapped_class(base: type, call: Call) -> type:
+    """Returns the subclass of a model's class that `call` serves, one for equal options."""
     if base in _CLASSES.values():
         base = base.__mro__[1]  # the options of the last swap are its own
-    if not homes or not hasattr(base, call.method):
-        raise TypeError(
-            f"{op}: model must be a module with a {call.method} method, got "
-            f"{type(model).__name__}; normfuse.fuse takes any function"
-        )
     with _making:
         if (base, call) not in _CLASSES:
-            _CLASSES[base, call] = _subclass(base, home, call)
+            _CLASSES[base, call] = _subclass(base, call)
         return _CLASSES[base, call]
 
 
@@ -74,7 +113,7 @@ _CLASSES: dict[tuple[type, Call], type] = {}
 _making = threading.RLock()
 
 
-def _subclass(base: type, home: str, call: Call) -> type:
+def _subclass(base: type, call: Call) -> type:
     own = getattr(base, call.method)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +122,7 @@ def _subclass(base: type, home: str, call: Call) -> type:
     def reduce(self: Any, protocol: Any) -> Any:
         plain = object.__new__(base)
         vars(plain).update(vars(self))
-        return swapped, (plain, home, call)
+        return _swapped, (plain, call)
 
     functools.update_wrapper(method, own)
     of_linen = {"nowrap": True}  # its word for methods that have no scope of their own
@@ -96,15 +135,9 @@ def _subclass(base: type, home: str, call: Call) -> type:
         "__qualname__": f"{base.__qualname__}[normfuse]",
         "__doc__": base.__doc__,
     }
-    options = {"pytree": base._pytree__is_pytree} if home == "nnx" else {}
+    pytree = getattr(base, "_pytree__is_pytree", None)  # Flax nnx's
+    options = {} if pytree is None else {"pytree": pytree}
     return type(base)(base.__name__, (base,), body, **options)
-
-
-def swapped(model: Any, home: str, call: Call) -> Any:
-    """Returns `model` as an object of its `swapped_class`: all that it holds is the same."""
-    new = object.__new__(swapped_class(model, home, call))
-    vars(new).update(vars(model))
-    return new
 
 
 _GONE = {  # since version 0.1: what to use in place of a name

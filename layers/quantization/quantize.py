@@ -294,11 +294,17 @@ def no_second_derivative(primals: Any, tangents: Any, *, spec: Any, order: Any) 
     )
 
 
+def _types(codes: Codes, x: Any, *_: Any) -> list[jax.ShapeDtypeStruct]:
+    return code_types(codes, *x.shape)
+
+
 registry.register()
 amax_kernel = Kernel(
     "quantize_amax", lambda codes, x: define_amax(x), {"cpu": cpu_amax, "cuda": _cuda_amax}
 )
-cast_kernel = Kernel("quantize_cast", define_cast, {"cpu": cpu_cast, "cuda": cuda_cast})
+cast_kernel = Kernel(
+    "quantize_cast", define_cast, {"cpu": cpu_cast, "cuda": cuda_cast}, types=_types
+)
 quantize_kernel = Kernel("quantize", define_quantize, {"cpu": _cpu_quantize, "cuda": cuda_quantize})
 """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
 
@@ -350,12 +356,15 @@ def _matrix(spec: Quantize, x: Array) -> Array:
 
 def _restored(spec: Quantize, x: Array, results: list[Array]) -> list[Array]:
     *codes, scale = results
+    of = [t.shape for t in _array_types(spec, x)[:-1]]
+    return [*[as_bytes(c.reshape(s)) for c, s in zip(codes, of, strict=True)], scale.reshape(())]
+
+
+def _array_types(spec: Quantize, x: Any) -> list[jax.ShapeDtypeStruct]:
     shapes = [x.shape] * spec.codes.has_q
     shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.codes.has_qt
-    return [
-        *[as_bytes(c.reshape(s)) for c, s in zip(codes, shapes, strict=True)],
-        scale.reshape(()),
-    ]
+    of = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
+    return [*of, jax.ShapeDtypeStruct((), jnp.float32)]
 
 
 def as_bytes(codes: Array) -> Array:
@@ -406,7 +415,7 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any
 
 
 _rules = {"batch": _batch, "jvp": no_second_derivative}
-op = Op("quantize_array", define, dims=_dims, body=_body, **_rules)
+op = Op("quantize_array", define, dims=_dims, body=_body, types=_array_types, **_rules)
 
 
 def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:

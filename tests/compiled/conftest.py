@@ -1,4 +1,4 @@
-"""What tests of programs for described GPUs share."""
+"""Shared by the tests of programs for described GPUs."""
 
 import pathlib
 

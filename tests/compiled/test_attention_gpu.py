@@ -1,4 +1,4 @@
-"""What H200s would run for attention whose mask is known at run time only."""
+"""Programs of H200s for attention whose mask is known at run time only."""
 
 import re
 

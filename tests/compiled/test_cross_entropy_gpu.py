@@ -1,4 +1,4 @@
-"""What an H200 would run for a loss without logits: memory, products, kernels, collectives."""
+"""The program of an H200 for a loss without logits: memory, products, kernels, collectives."""
 
 import collections
 import functools
@@ -92,7 +92,7 @@ def test_the_kernels_gradient_is_added_by_its_product_in_place(kernel_dtype):
 
 
 def test_one_chunk_has_the_kernels_gradient_from_its_product():
-    """Where a sum in float32 would need no less memory than all logits: twice a chunk's here."""
+    """A sum in float32 would need no less memory here than all logits: twice a chunk's."""
     program = compiled("gradients", tokens=2 * CHUNK)
     z, dx, dw = f"{2 * CHUNK},{VOCABULARY}", f"{2 * CHUNK},{DIM}", f"{DIM},{VOCABULARY}"
     wanted = [Gemm(f"bf16[{shape}]", 0, False) for shape in (z, dx, dw)]
@@ -160,7 +160,7 @@ def test_the_kernels_gradient_in_fp8_is_added_in_place_whatever_xla_may_choose(w
 
 
 def test_microbatches_take_one_extra_pass_of_the_kernels_gradient_each():
-    """What a microbatch's chunks add up is read once more, to be added to the sum of all."""
+    """The sum of all reads once more what a microbatch's chunks add up."""
     program = compiled("microbatches")
     assert {g.result for g in hlo.gemms(program) if g.beta} == {f"f32[{DIM},{VOCABULARY}]"}
     shape = rf"f32\[{DIM},{VOCABULARY}\]"

@@ -1,4 +1,4 @@
-"""What an H200 would run for FP8 products, from programs compiled for it."""
+"""Programs compiled for an H200 that multiply in FP8."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""What eight H200s would say to each other for one training gradient on every kind of mesh.
+"""Messages between eight H200s for one training gradient on every kind of mesh.
 
 The numbers of a table in docs/guides/parallelism.md, read from programs compiled for described
 GPUs.
@@ -174,7 +174,7 @@ def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
 
 
 def test_fsdp_gathers_one_byte_an_element_of_kernels_in_fp8():
-    """As often as bfloat16: codes are transposed on arrival, not gathered in two orders.
+    """Codes are transposed on arrival, not gathered in two orders: bfloat16 takes as many messages.
 
     Maxima of all kernels are reduced at once, so none waits for an activation.
     """

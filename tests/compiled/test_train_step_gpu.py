@@ -1,4 +1,4 @@
-"""What H200s would run for the presets' training step: the memory it takes, and no copied state."""
+"""Programs of H200s for the presets' training step: the memory they take, and no copied state."""
 
 import dataclasses
 import functools
@@ -104,9 +104,10 @@ def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert state_bytes > 12 * 1.23e9  # float32 parameters and both moments: nothing was left out
     assert state_bytes < needed(program) < 44 * GB  # 35, and logits would be 8 or 16 more
-    # Seven products with weights in a block and one with the vocabulary, each once forward and
-    # twice backward.
-    assert hlo.text(program).count('custom_call_target="__cublas') <= 3 * (7 * 16 + 1)
+    # Seven products with weights in a block, and one with the vocabulary for the loss's first rows
+    # and for the others, each once forward and twice backward.
+    calls = hlo.text(program).count('custom_call_target="__cublas')
+    assert calls <= 3 * (7 * 16 + 2)
 
 
 def test_a_block_in_fp8_keeps_a_third_less_than_in_bfloat16():
@@ -158,7 +159,7 @@ def test_products_add_the_gradients_of_one_x(quantization, monkeypatch):
 
 
 def test_products_do_not_add_all_that_jax_sums(monkeypatch):
-    """What the test above would find in a program that sums as JAX does."""
+    """The test above would find this in a program that sums as JAX does."""
     monkeypatch.setattr(transformer, "shared", lambda x, count: [x] * count)
     program, _ = step("1b", mesh(), num_layers=1)
     assert f"bf16[16384,{preset_config('1b').transformer().dim}]" in hlo.additions(program)
@@ -190,7 +191,6 @@ def test_fsdp_updates_its_state_in_place():
     assert copied(program, state) == []
 
 
-@pytest.mark.newest
 def test_8b_in_fp8_over_eight_gpus_fits_without_recomputation():
     """One sequence of 8192 on each GPU: what each of its 32 blocks takes, from two and four."""
     config = dataclasses.replace(preset_config("8b"), batch_size=8, seq_len=8192)

@@ -54,7 +54,7 @@ def test_the_first_code_is_the_one_line():
 
 def test_the_line_that_leaves_a_layer_out_of_fp8_does():
     (call,) = re.findall(r"`(fuse\(loss, .*skip=.*?\))`", (ROOT / "README.md").read_text())
-    source = "\n" * 55 + "def loss(x, w, v):\n  x = x @ w\n  return (x @ v).sum()"  # of 56 lines
+    source = "\n" * 55 + "def loss(x, w, v):\n  x = x @ w\n  return (x @ v).sum()"
     names, reports = {}, []
     exec(compile(source, "model.py", "exec"), names)
     fuse = functools.partial(normfuse.fuse, report=reports.append)

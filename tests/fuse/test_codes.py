@@ -27,8 +27,6 @@ from normfuse.layers.dense import fp8_norm, gated
 from normfuse.native.implementation import BEST
 from normfuse.native.jaxpr import inner
 
-pytestmark = pytest.mark.oldest
-
 f32, bf16 = jnp.float32, jnp.bfloat16
 DIM = 32
 in_fp8 = functools.partial(fuse, quantization="fp8")
@@ -159,7 +157,6 @@ def test_other_norms_write_the_codes_of_the_recipe(name, dtype, rng):
     assert counts(both_ways(in_fp8(layer)), *args) == [1, 1, 1]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("name", NORMS)
 def test_codes_are_those_of_the_norm_in_float32(name, rng):
     """Bit for bit, with the bound of its parameters."""
@@ -200,7 +197,6 @@ def test_products_of_one_norm_read_the_same_codes(rng):
     assert counts(both_ways(in_fp8(three)), *args) == [1, 3, 1]
 
 
-@pytest.mark.newest
 def test_a_sum_and_its_norm(rng):
     x, scale, kernel = operands(rng, 48)
     residual = draw(rng, *x.shape)
@@ -287,7 +283,6 @@ def test_a_forward_alone_writes_one_layout(rng):
     assert text.count("has_q = true, has_qt = true") == 3  # x, the kernel and dy
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "name, spec, kind",
     half(

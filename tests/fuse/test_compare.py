@@ -11,8 +11,6 @@ import normfuse
 from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.fuse import compare as module
 
-pytestmark = pytest.mark.oldest
-
 bf16, f32 = jnp.bfloat16, jnp.float32
 
 

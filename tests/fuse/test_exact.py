@@ -16,8 +16,6 @@ from jax import lax
 
 from normfuse.layers.fuse import constants
 
-pytestmark = pytest.mark.oldest
-
 T, N, V = 16, 512, 1024
 
 

@@ -18,8 +18,6 @@ from jax import lax
 import normfuse
 from normfuse.layers import nnx as ours_nnx
 
-pytestmark = pytest.mark.oldest
-
 B, T, E, H, V = 4, 16, 32, 64, 48
 BATCH = {"x": draw(0, B, T, E), "y": jnp.arange(B * T).reshape(B, T) % V}
 

@@ -17,8 +17,6 @@ from normfuse.native import jaxpr
 FLAGS = ("custom_jvp3", "custom_vjp3", "remat3")
 ROWS, DIM, HIDDEN, CLASSES = 16, 32, 64, 2048
 
-pytestmark = pytest.mark.newest
-
 
 @contextlib.contextmanager
 def flags(text):

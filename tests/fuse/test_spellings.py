@@ -17,8 +17,6 @@ from jax import lax
 
 from normfuse import dense
 
-pytestmark = pytest.mark.oldest
-
 B, T, H, D, E, V = 2, 16, 4, 8, 32, 96
 BTHD, BHTD, HTD = (B, T, H, D), (B, H, T, D), (H, T, D)
 BTE = (B, T, E)

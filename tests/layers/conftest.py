@@ -1,4 +1,4 @@
-"""What the tests of contexts share."""
+"""Shared by the tests of contexts."""
 
 import contextlib
 import functools

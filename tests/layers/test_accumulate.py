@@ -98,19 +98,6 @@ def test_products_write_float32_for_bfloat16_kernels(rng):
     assert count(plain) == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_main_gradients_in_other_dtypes(rng, dtype):
-    params, tokens = parameters(rng), draw_tokens(rng)
-    _, got = jax.jit(
-        lambda p: accumulate_gradients(loss, p, tokens, has_aux=True, main_grad_dtype=dtype)
-    )(params)
-    _, want = jax.jit(lambda p: accumulate_gradients(loss, p, tokens, has_aux=True))(params)
-    assert {a.dtype.name for a in jax.tree.leaves(got)} == {dtype}
-    # Each of four sums is rounded.
-    wide = jax.tree.map(lambda a: np.asarray(a, np.float32), got)
-    assert relative(wide, want) <= COUNT * float(jnp.finfo(dtype).eps)
-
-
 def test_replicas_reduce_once(rng, eight_devices):
     del eight_devices
     params, tokens = parameters(rng, f32), draw_tokens(rng)
@@ -153,9 +140,10 @@ def layers():
     ours = ours_nnx.Linear(SIZE, SIZE, param_dtype=bf16, dtype=bf16, rngs=nnx.Rngs(0))
     (graph, state), (swapped, theirs) = nnx.split(ours), nnx.split(ours_nnx.swap(Mlp()))
     linear = ours_eqx.Linear(SIZE, SIZE, dtype=bf16, activation="tanh", key=jax.random.key(0))
+    options = {"param_dtype": bf16, "dtype": bf16}
+    linen = nn.Sequential([ours_linen.GatedMLP(SIZE, **options), ours_linen.Dense(SIZE, **options)])
     return {
         "dense": (k, lambda k, x: jnp.tanh(dense(x, k))),
-        "dense, vmap": (k, lambda k, x: jnp.tanh(jax.vmap(lambda x: dense(x, k.T))(x))),
         "tied": (k, lambda k, x: jnp.tanh(dense(dense(x, k), k.T) + x @ k)),
         "gated_dense": ((k, k.T), lambda p, x: gated_dense(x, *p)),
         "gated_product": (k, lambda k, x: gated_product(x, x[::-1], k)),
@@ -163,6 +151,7 @@ def layers():
         "nnx": (state, lambda p, x: jnp.tanh(nnx.merge(graph, p)(x))),
         "nnx, swapped": (theirs, lambda p, x: jnp.tanh(nnx.merge(swapped, p)(x))),
         "eqx": (linear, lambda model, x: jax.vmap(model)(x)),
+        "linen": (linen.init(jax.random.key(0), jnp.ones((2, SIZE), bf16)), linen.apply),
     }
 
 
@@ -231,14 +220,19 @@ def test_losses_may_differentiate_their_layers(layer, within, rng):
         want = {name: mean_of_gradients(loss, p, xs) for name, loss in losses.items()}
         twice = lambda p: squares(accumulate_gradients(value, p, xs))
         found["differentiated"] = eqx.filter_grad(twice)(p)
+        found["float32"] = accumulate_gradients(value, p, xs)[1]
         plain = lambda p: squares((value(p, xs[0]), mean_of_gradients(value, p, xs)))
         want["differentiated"] = eqx.filter_grad(plain)(p)
+        want["float32"] = mean_of_gradients(value, p, xs)
         return found, want
 
     found, want = run(params, xs)
     for name in found:
         # Seven or fewer roundings to bfloat16 lie between either gradient and the exact one.
         assert relative(found[name], want[name]) < 2 * 7 * 2.0**-9, name
+    if within not in ("cond", "custom_vjp"):  # where kernels are not followed
+        for leaf in jax.tree.leaves(found["float32"]):
+            assert leaf.dtype == f32 and (leaf.ndim < 2 or jnp.any(leaf != leaf.astype(bf16)))
 
 
 def test_a_custom_vjp_has_the_cotangent_of_each_microbatchs_own_loss():
@@ -259,60 +253,6 @@ def test_a_custom_vjp_has_the_cotangent_of_each_microbatchs_own_loss():
 
 
 # ---------------------------------------------------------------- frameworks
-
-
-def blocks(name, key):
-    """(parameters in bfloat16, loss) of a norm, a gated MLP and a head."""
-    if name == "nnx":
-        rngs = nnx.Rngs(key)
-        options = {"param_dtype": bf16, "dtype": bf16, "rngs": rngs}
-        model = nnx.Sequential(
-            ours_nnx.RMSNorm(DIM, **options),
-            ours_nnx.GatedMLP(DIM, HIDDEN, **options),
-            ours_nnx.Linear(DIM, DIM, activation="gelu", **options),
-        )
-        graph, state = nnx.split(model)
-        return state, lambda p, x: jnp.mean(nnx.merge(graph, p)(x).astype(f32) ** 2)
-    if name == "linen":
-        options = {"param_dtype": bf16, "dtype": bf16}
-        model = nn.Sequential(
-            [
-                ours_linen.RMSNorm(**options),
-                ours_linen.GatedMLP(HIDDEN, **options),
-                ours_linen.Dense(DIM, activation="gelu", **options),
-            ]
-        )
-        params = model.init(key, jnp.ones((2, DIM), bf16))
-        return params, lambda p, x: jnp.mean(model.apply(p, x).astype(f32) ** 2)
-    keys = jax.random.split(key)
-    model = eqx.nn.Sequential(
-        [
-            ours_eqx.RMSNorm(DIM, use_bias=False, dtype=bf16),
-            ours_eqx.GatedMLP(DIM, HIDDEN, dtype=bf16, key=keys[0]),
-            ours_eqx.Linear(DIM, DIM, dtype=bf16, activation="gelu", key=keys[1]),
-        ]
-    )
-    return model, lambda model, x: jnp.mean(jax.vmap(model)(x).astype(f32) ** 2)
-
-
-@pytest.mark.parametrize("name", ["nnx", "linen", "eqx"])
-def test_frameworks(rng, name):
-    params, scalar = blocks(name, jax.random.key(0))
-    xs = jnp.asarray(rng.standard_normal((COUNT, 6, DIM)), bf16)
-    run = eqx.filter_jit(lambda p, x: accumulate_gradients(scalar, p, x))
-    value, got = run(params, xs)
-    wide = jax.tree.map(lambda a: a.astype(f32) if eqx.is_inexact_array(a) else a, params)
-    each = eqx.filter_jit(eqx.filter_value_and_grad(scalar))
-    if name == "eqx":  # whose Linear computes in what x and weight promote to
-        each = eqx.filter_jit(lambda p, x: accumulate_gradients(scalar, p, x[None]))
-        wide = params
-    losses, gradients = zip(*[each(wide, x) for x in xs])
-    sum_of = lambda *g: sum(np.float64(a) for a in g) / COUNT
-    kernels = lambda tree: [a for a in jax.tree.leaves(tree) if a.ndim == 2]
-    want = [sum_of(*g) for g in zip(*map(kernels, gradients), strict=True)]
-    assert relative(kernels(got), want) < 1e-6
-    assert {a.dtype.name for a in jax.tree.leaves(got)} == {"float32"}
-    np.testing.assert_allclose(value, np.mean(losses), rtol=1e-6)
 
 
 def linen_with_state():
@@ -363,16 +303,15 @@ def equinox_with_state():
 
 
 @pytest.mark.parametrize("make", [linen_with_state, equinox_with_state])
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_state_goes_from_one_microbatch_to_the_next(rng, make, has_aux):
+def test_state_goes_from_one_microbatch_to_the_next(rng, make):
     """Linen's collections, Equinox's state and keys: as in a loop in Python."""
     params, state, loss = make()
     xs = jnp.asarray(rng.standard_normal((COUNT, 6, DIM)), f32)
     with_aux = lambda p, x, s: (loss(p, x, s)[0], x[0, 0], loss(p, x, s)[1])
-    run = lambda p, xs, s: accumulate_gradients(
-        with_aux if has_aux else loss, p, xs, state=s, has_aux=has_aux
-    )
-    (value, *aux, after), got = eqx.filter_jit(run)(params, xs, state)
+    run = lambda p, xs, s: accumulate_gradients(with_aux, p, xs, state=s, has_aux=True)
+    (value, aux, after), got = eqx.filter_jit(run)(params, xs, state)
+    alone = lambda p, xs, s: accumulate_gradients(loss, p, xs, state=s)
+    assert eqx.filter_eval_shape(alone, params, xs, state)[0][0].shape == ()
     each = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
     values, gradients = [], []
     for x in xs:
@@ -381,7 +320,7 @@ def test_state_goes_from_one_microbatch_to_the_next(rng, make, has_aux):
         gradients.append(gradient)
     assert len(set(map(float, values))) == COUNT
     np.testing.assert_allclose(value, np.mean(values), rtol=1e-5)
-    assert [a.tolist() for a in aux] == [xs[:, 0, 0].tolist()] * has_aux
+    assert aux.tolist() == xs[:, 0, 0].tolist()
     want = jax.tree.map(lambda *g: sum(g) / COUNT, *map(jax.tree.leaves, gradients))
     for a, b in zip(jax.tree.leaves(got), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -461,8 +400,6 @@ def test_ensembles_of_kernels(rng, at, quantization):
         ({"batches": jnp.ones((0, 2, 3))}, ValueError, r"a microbatch or more, got .*\(0, 2, 3\)"),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function, got int"),
         ({"batches": (jnp.ones((2, 3)), jnp.ones((3, 3)))}, ValueError, r"\(2, 3\), \(3, 3\)"),
-        ({"main_grad_dtype": "int8"}, TypeError, "main_grad_dtype must be one of .* got int8"),
-        ({"main_grad_dtype": "foo"}, TypeError, "main_grad_dtype must be one of .* got foo"),
         (
             {"params": [jnp.ones(2)] * 2, "specs": [None]},
             ValueError,
@@ -481,18 +418,8 @@ def test_ensembles_of_kernels(rng, at, quantization):
         ),
         (
             {"state": {"n": 1.0}, "loss_fn": lambda p, x, s: (jnp.sum(x), {"n": jnp.ones(3)})},
-            ValueError,
-            r"changes \['n'\] from float32\[\] to float32\[3\]",
-        ),
-        (
-            {"state": {"n": 1.0}, "loss_fn": lambda p, x, s: (jnp.sum(x), {"m": s["n"]})},
-            ValueError,
-            r"changes \['n'\] from float32\[\] to nothing",
-        ),
-        (
-            {"state": [1.0], "loss_fn": lambda p, x, s: (jnp.sum(x), (s[0],))},
-            ValueError,
-            "changes its containers",
+            TypeError,
+            r"float32\[3\]",  # JAX's own
         ),
     ],
 )

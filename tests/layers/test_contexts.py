@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 from rms_norm_cases import Batch, Case, stack
 
-NATIVE = {"backward": 2, "forward": 3}  # of reverse mode twice, and of forward mode
+NATIVE = {"backward": 2, "forward": 3}  # by reverse mode twice, and by forward mode
 
 
 def first(tree):

@@ -193,7 +193,7 @@ def test_a_masked_vocabulary_is_that_of_the_other_words(rng, low, reduction, qua
 
 
 def test_float16_has_logits_beyond_its_range(rng):
-    """As the product computes them, in float32: the other words' gradient was NaN."""
+    """The product computes them in float32: the other words' gradient was NaN."""
     x, kernel, labels = draw(rng, jnp.float16, ignored=0)
     x, kernel = 150 * x, 150 * kernel
     assert jnp.abs(x.astype(f32) @ kernel.astype(f32)).max() > 65504

@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, linear_cross_entropy
 
-pytestmark = pytest.mark.oldest
-
 BATCH, SEQ, N, VOCABULARY, IGNORE = 8, 16, 24, 64, -100
 OPTIONS = {"ignore": IGNORE, "softcap": 5.0, "z_loss": 0.1, "chunk_rows": 6}
 MESHES = {  # shape, axes, x's rows, the kernel (n, vocab)
@@ -216,3 +214,32 @@ def test_replicas_reduce_the_kernels_gradient_once(eight_devices, rng):
     # The mean over replicas of sums over their rows is an eighth of the sum.
     close((8 * value, 8 * gradient), expected, 1e-2)
     assert hlo.communicated(compiled)["all-reduce", "f32"] <= N * VOCABULARY + 8
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_words_that_no_row_has_change_nothing(eight_devices, rng, contract, reduction):
+    """Devices compute with 1040 words each, of which they have 1030."""
+    words = 2060
+    x, _, _ = draw(rng)
+    kernel, bias = rng.standard_normal((N, words)), rng.standard_normal(words)
+    # On both sides of where the words of the second device begin
+    labels = jnp.asarray(rng.integers(1020, 1050, (BATCH, SEQ)), jnp.int32)
+    kernel = jnp.asarray(kernel.T if contract else kernel, jnp.float32)
+
+    def loss(x, kernel, bias, chosen=linear_cross_entropy):
+        options = {"contract": contract, "reduction": reduction, "bias": bias}
+        return jnp.sum(chosen(x, kernel, labels, **options) ** 2)
+
+    def plain(x, kernel, labels, contract, reduction, bias):
+        log_p = jax.nn.log_softmax(x @ (kernel.T if contract else kernel) + bias)
+        each = -jnp.take_along_axis(log_p, labels[..., None], -1)
+        return each.sum() if reduction == "sum" else each
+
+    both = lambda chosen: jax.value_and_grad(functools.partial(loss, chosen=chosen), (0, 1, 2))
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    stored = P("tensor", None) if contract else P(None, "tensor")
+    with jax.set_mesh(mesh):
+        places = zip((x, kernel, jnp.float32(bias)), (P("data"), stored, P("tensor")))
+        arrays = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in places]
+        close(jax.jit(both(linear_cross_entropy))(*arrays), jax.jit(both(plain))(*arrays))

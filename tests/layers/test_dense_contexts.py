@@ -13,8 +13,6 @@ import pytest
 from jax import export
 from processes import answers
 
-pytestmark = pytest.mark.oldest
-
 start = functools.partial(processes.start, pathlib.Path(__file__).with_name("mlp_worker.py"))
 
 ALLOWED = [
@@ -29,7 +27,7 @@ def args():
 
 
 def test_donated_parameters_and_input(args):
-    """What is donated is read by the gradients, and then is the place of its new value."""
+    """The gradients read a donated array before its new value takes its place."""
 
     def step(*args):
         return [a - g for a, g in zip(args, mlp_case.gradients(*args))]

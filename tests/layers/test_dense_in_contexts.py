@@ -179,7 +179,7 @@ def test_second_derivatives(name, order, rng):
 
 # ---------------------------------------------------------------- meshes
 
-SPECS = {  # of x, of kernels (the last one's turned), of the result
+SPECS = {  # x, kernels, the result
     "rows": (P("data"), P(), P("data")),
     "fsdp": (P(("data", "tensor")), P("data"), P(("data", "tensor"))),
     "columns": (P("data"), P(None, "tensor"), P("data", None, "tensor")),

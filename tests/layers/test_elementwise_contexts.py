@@ -15,8 +15,6 @@ from elementwise_cases import gated, twin
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 
-pytestmark = pytest.mark.oldest
-
 ONE, BOTH = 1, 2  # kernels
 
 
@@ -119,7 +117,6 @@ print(float(run(*[jax.random.normal(key, (8, 8)) for key in keys]).sum()), compi
     assert int(compilations) == 0
 
 
-@pytest.mark.newest
 def test_the_partitioning_callback_has_one_key_in_every_process(eight_devices):
     program = """
 import elementwise_cases as cases, jax, re

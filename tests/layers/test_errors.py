@@ -116,7 +116,7 @@ OPS = {
     )(SQUARE),
 }
 NAMES = r"implementation must name .*'xla',? got"
-ANY = [  # of every operation
+ANY = [  # every operation takes these
     ({"implementation": 5}, (TypeError, ValueError), "implementation must .* got 5; None takes"),
     ({"implementation": ["xla", 3]}, (TypeError, ValueError), r"mentation must .* got \['xla',"),
     ({"implementation": "cuda"}, ValueError, f"{NAMES} 'cuda'; None"),
@@ -244,7 +244,7 @@ def test_plain_hlo_is_logged_once_and_listed(auto_mesh, caplog, monkeypatch):
     monkeypatch.setattr(implementation, "_plain", {})
     with caplog.at_level(logging.DEBUG, "normfuse"):
         jax.jit(jax.grad(lambda x: rms_norm(x).sum()))(X)  # native
-        partly_manual(auto_mesh, "xla")(X)  # as asked
+        partly_manual(auto_mesh, "xla")(X)  # asked for
         assert not [r for r in caplog.records if r.name == "normfuse"]
         assert normfuse.fallbacks() == []
         for asked in (None, ("native", "xla"), None):

@@ -73,7 +73,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_are_those_of_the_recipe_and_the_loss_is_unchanged(rng, case, reduction):
-    """As far as codes at random are from the number, no less; the loss is equal in all bits."""
+    """The error is that of codes at random, no less; the loss is equal in all bits."""
     dtype, kernel_dtype, options = CASES[case]
     contract = options.get("contract", 0)
     x, kernel, labels = draw(rng, dtype, contract, kernel_dtype)
@@ -266,7 +266,6 @@ def test_any_number_of_rows_is_in_fp8(rng, monkeypatch, reduction, wanted):
     assert not implementation.fallbacks()
 
 
-@pytest.mark.newest
 def test_a_gpu_without_fp8_is_said(rng, monkeypatch):
     pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
     monkeypatch.setattr(implementation, "_plain", {})
@@ -326,15 +325,9 @@ def test_a_chunk_is_as_many_rows_as_logits_and_codes_make_896_mib(has_q, has_qt)
     assert sizes[1] * words * (2 + has_q + has_qt) <= 896 * 2**20
 
 
-@pytest.mark.parametrize(
-    "vocabulary, dtype, said",
-    [
-        (1024, bf16, "sum, gradient in fp8"),
-        (1030, bf16, "sum, gradient not in fp8 (1030 is no multiple of 16)"),
-    ],
-)
-def test_fuse_passes_quantization_on_and_says_so(rng, vocabulary, dtype, said):
-    x, kernel, labels = draw(rng, dtype, kernel_dtype=dtype)
+@pytest.mark.parametrize("vocabulary", [1024, 1030])
+def test_fuse_passes_quantization_on_and_says_so(rng, vocabulary):
+    x, kernel, labels = draw(rng, bf16, kernel_dtype=bf16)
     kernel, reports = jnp.resize(kernel, (N, vocabulary)), []
 
     def loss(x, kernel):
@@ -344,7 +337,9 @@ def test_fuse_passes_quantization_on_and_says_so(rng, vocabulary, dtype, said):
     run = fuse(loss, quantization="fp8", report=reports.append)
     found = jax.jit(jax.grad(run, (0, 1)))(x, kernel)
     (row,) = reports[-1].fused
-    assert row.served == f"linear_cross_entropy: {said}"
-    option = "fp8" if "in fp8" in said and "not" not in said else None
-    direct = both_ways(linear_cross_entropy, labels, reduction="sum", quantization=option)
-    jax.tree.map(np.testing.assert_array_equal, found, direct(x, kernel)[1])
+    assert row.served == "linear_cross_entropy: sum, gradient in fp8"
+    direct = both_ways(linear_cross_entropy, labels, reduction="sum", quantization="fp8")
+    exact = both_ways(linear_cross_entropy, labels, reduction="sum")(x, kernel)[1]
+    for one, same, other in zip(found, direct(x, kernel)[1], exact):
+        np.testing.assert_array_equal(one, same)
+        assert 0.01 < distance(one, other) < 0.1

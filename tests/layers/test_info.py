@@ -1,21 +1,15 @@
 """`normfuse info` and `normfuse cache`: what they print and do."""
 
-import re
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from normfuse import (
-    dense,
-    rms_norm,
-)
+from normfuse import dense, rms_norm
 from normfuse.layers import info as report
 from normfuse.native import cache, compiler, host_compiler, implementation
 from normfuse.train.cli import main
-
-S = jax.ShapeDtypeStruct
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
@@ -55,8 +49,6 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  cuda  quantize   native, xla\n",
         "  cpu   loss       xla\n",
         "  cuda  loss       native, xla\n",
-        "  cuda  cuBLASLt's FP8 products, from compute capability 8.9 on\n",
-        "in the compute dtype: kernels with a dimension that is not a multiple of 16\n",
     ):
         assert line in text, text
     monkeypatch.setattr(implementation, "_plain", {})  # other tests of this process fell back too
@@ -65,10 +57,14 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
     assert "  cuda  norms" not in here and "rocm" not in here and "tpu" not in here
 
 
-@pytest.mark.parametrize("capability, what", [(80, "8.0, has none"), (90, "9.0, has them")])
-def test_info_says_whether_this_gpu_has_fp8_products(capability, what, monkeypatch):
+@pytest.mark.parametrize(
+    "capability, fp8, served",
+    [(None, "XLA's", "blocks by XLA"), (80, "XLA's", "cuDNN"), (90, "cuBLASLt's", "cuDNN")],
+)
+def test_info_says_what_this_gpu_has(capability, fp8, served, monkeypatch):
     monkeypatch.setattr(report, "compute_capability", lambda device: capability)
-    assert f"8.9 on; this GPU, of {what}" in "\n".join(report._fp8_products())
+    text = "\n".join(report._of_this_gpu())
+    assert f'"fp8": {fp8}' in text and "multiples of 16" in text and f"attention: {served}" in text
 
 
 def test_info_says_which_products_of_this_process_are_not_fp8(monkeypatch):
@@ -90,16 +86,6 @@ def test_info_of_a_refused_cache(folder):
     folder.mkdir()
     folder.chmod(0o777)
     assert "not used: kernel cache" in report.info(every_platform=True)
-
-
-def test_what_serves_attention_is_listed_for_this_gpu(monkeypatch):
-    assert "attention:\n  blocks of queries and keys by XLA: cuDNN needs" in report.info()
-    for capability, packed, wide in ((90, ", packed if", "cuDNN$"), (80, "$", "blocks.*not 256")):
-        monkeypatch.setattr(report, "compute_capability", lambda device, found=capability: found)
-        listed = "\n".join(report._attention())
-        assert re.search(rf"^  segments +cuDNN{packed}", listed, re.M), listed
-        assert re.search(rf"^  heads of 256 +{wide}", listed, re.M), listed
-        assert re.search(r"^  softcap +blocks by XLA \(cuDNN has no softcap\)$", listed, re.M)
 
 
 def test_a_kernel_that_was_compiled_is_shown_then_cleared(capsys, folder, monkeypatch):

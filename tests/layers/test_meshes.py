@@ -42,8 +42,8 @@ def communicates(fn, *args, **jit):
     return hlo.collectives(jax.jit(fn, **jit).lower(*args).compile())
 
 
-# What is communicated forward and backward: nothing but the gradient of scale where rows are split,
-# over exactly the axes that they use; one number a row each way where features are.
+# Collectives of the forward and the backward: where rows are split, scale's gradient alone, over
+# exactly the axes that they use; where features are, one number a row each way.
 COMMUNICATED = {
     "rows": ([], reduced(N)),
     "rows over both axes": ([], reduced(N)),

@@ -134,9 +134,9 @@ def test_default_result_dtypes():
         assert rms_norm(x, dtype=jnp.float64).dtype == jnp.float64
 
 
-@pytest.mark.parametrize("axis", [0, 1, (1, 2), (0, 1)], ids=str)
-def test_axis_that_is_not_last_is_not_transposed(axis):
-    """Kernels see (outer, n, inner): neighbouring axes anywhere are a reshape, which is free."""
+@pytest.mark.parametrize("axis", [3, (2, 3), (1, 2, 3)], ids=str)
+def test_last_axes_are_not_transposed(axis):
+    """Kernels see (rows, n): the last axes are a reshape, which is free."""
     case = Case("rms_norm", (3, 4, 5, 6), axis=axis)
     text = hlo.text(both(case).lower((case.args, case.cts)).compile())
     assert hlo.calls(text) == {"backward": 1, "forward": 1}
@@ -406,7 +406,7 @@ def test_what_nobody_uses_is_not_computed(op, bias, results):
     case = Case(op, (5, 24), bias=bias)
     fns = [case, jax.grad(case.loss, 0), jax.grad(case.loss, (0, 1)), case.grad][: len(results)]
     found = [hlo.results(jax.jit(f).lower(*case.args).compile()) for f in fns]
-    assert found == results  # of backward, of forward
+    assert found == results  # the backward, the forward
     # also where the gradient is computed by the transformation and thrown away by the caller
     dx = jax.jit(lambda *args: case.grad(*args)[0]).lower(*case.args).compile()
     assert hlo.results(dx) == results[1]

@@ -8,16 +8,17 @@ import pytest
 from normfuse.models.attention import KeyValue, attend, rope_table, rotate
 
 
-def _expected(q, k, v, start=0):
-    """Each query's softmax over the keys up to its own position, in float64."""
+def _expected(q, k, v, start=0, scale=8**-0.5, softcap=None, window=99):
+    """Each query's softmax over the keys in its window up to its own position, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros(q.shape)
     for b, t, h in np.ndindex(q.shape[:3]):
         group = h * k.shape[2] // q.shape[2]
-        seen = start + t + 1
-        scores = k[b, :seen, group] @ q[b, t, h] / np.sqrt(q.shape[3])
+        seen = slice(max(start + t + 1 - window, 0), start + t + 1)
+        scores = k[b, seen, group] @ q[b, t, h] * scale
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
         shares = np.exp(scores - scores.max())
-        out[b, t, h] = shares / shares.sum() @ v[b, :seen, group]
+        out[b, t, h] = shares / shares.sum() @ v[b, seen, group]
     return out
 
 
@@ -38,19 +39,24 @@ def test_attention_matches_reference(rng, kv_heads, dtype, unit, jit):
     assert error < 8 * unit * np.abs(np.asarray(v, np.float64)).max()
 
 
-def test_attention_grows_with_a_cache(rng, jit):
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7, "softcap": 1.5, "window": 4}], ids=str)
+def test_attention_grows_with_a_cache(rng, jit, options):
     q, k, v = _random(rng, 2, "float32")
+    expected = _expected(q, k, v, **options)
+    limit = 16 * 2**-24 * np.abs(np.asarray(v)).max()  # the limit above, with tanh's rounding
+    whole, _ = jit(lambda *x: attend(*x, None, 0, "auto", **options))(q, k, v)
+    assert np.abs(whole - expected).max() < limit
     blank = jnp.full((2, 10, 2, 8), jnp.nan)  # never filled, so never to be seen
     cache = KeyValue(jnp.zeros_like(blank), jnp.zeros_like(blank))
     pieces, start = [], 0
-    step = jit(lambda *x: attend(*x, "auto"))
+    step = jit(lambda *x: attend(*x, "auto", **options))
     for length in 4, 1, 2:
         part = slice(start, start + length)
         out, cache = step(q[:, part], k[:, part], v[:, part], cache, start)
         pieces.append(out)
         start += length
     got = np.concatenate(pieces, axis=1)
-    assert np.abs(got - _expected(q, k, v)).max() < 8 * 2**-24 * np.abs(np.asarray(v)).max()
+    assert np.abs(got - expected).max() < limit
     np.testing.assert_array_equal(cache.keys[:, :start], k)
 
 

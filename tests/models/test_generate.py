@@ -11,8 +11,6 @@ from normfuse.models.functional import build
 from normfuse.models.generate import _draw, generate
 from normfuse.models.sharding import BATCH, Sharding
 
-pytestmark = pytest.mark.oldest
-
 # Five tokens, padded to eight: what padding leaves in the cache must not be seen later.
 PROMPTS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
@@ -74,20 +72,6 @@ def test_sequence_parallelism_decodes_single_tokens(model, params, eight_devices
         placed = jax.device_put(params, parallel.shardings(params, mesh))
         found = generate(parallel, placed, PROMPTS, 8, temperature=0)
     np.testing.assert_array_equal(found, generate(model, params, PROMPTS, 8, temperature=0))
-
-
-def test_decoding_rows_of_several_lengths_gives_the_logits_of_each(model, params, apply, rng, jit):
-    """Logits, not only the likeliest tokens: positions and masks of every row are its own."""
-    tokens = rng.integers(0, model.config.vocab_size, (4, 16), np.int32)
-    whole, decode = apply(params, tokens), jit(model.decode)
-    _, cache = decode(params, tokens[:, :6], Cache.empty(model.config, 4, 12))
-    lengths = np.array([3, 6, 1, 5])  # beyond them, the cache holds what must not be seen
-    rows = np.stack([row[length:][:3] for row, length in zip(tokens, lengths)])
-    logits, cache = decode(params, rows, cache._replace(length=lengths))
-    np.testing.assert_array_equal(cache.length, lengths + 3)
-    expected = np.stack([row[length:][:3] for row, length in zip(whole, lengths)])
-    # other shapes, so other orders of summation
-    assert np.abs(logits - expected).max() < 50 * 2**-24 * np.abs(whole).max()
 
 
 def test_seed_decides_the_text(model, params):

@@ -19,8 +19,6 @@ from normfuse.models.functional import build
 from normfuse.models.sharding import BATCH, Sharding, constrain, on_mesh, validate
 from normfuse.models.transformer import embed
 
-pytestmark = pytest.mark.oldest
-
 AXES = ("data", "fsdp", "tensor")
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 2), (2, 2, 2)]
 CASES = [(sizes, Sharding()) for sizes in MESHES] + [
@@ -94,7 +92,7 @@ def framework(request):
 
 @pytest.fixture(scope="module")
 def deep(small, framework):
-    """Of one layer in one framework and of two in the other: what a layer adds shows."""
+    """One framework has one layer and the other two: what a layer adds shows."""
     return dataclasses.replace(small, num_layers={"nnx": 2, "eqx": 1}[framework])
 
 
@@ -192,7 +190,6 @@ def test_explicit_mesh_gives_the_same_gradient(deep, jit, eight_devices, unshard
     assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, got, places))
 
 
-@pytest.mark.newest
 @pytest.mark.optimized  # LLVM's vectorising depends on the shape of a shard
 def test_initial_parameters_are_the_same_bits_on_every_mesh(small, eight_devices):
     config = dataclasses.replace(small, num_layers=1, tie_embeddings=True)
@@ -235,7 +232,6 @@ jax.jit(bad).lower(jax.ShapeDtypeStruct((8, 8, 8), jnp.float32)).compile()
 """
 
 
-@pytest.mark.newest
 def test_nothing_is_rematerialised_in_full(eight_devices):
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     run = subprocess.run(

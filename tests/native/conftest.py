@@ -1,4 +1,4 @@
-"""What tests of the compiled handlers share."""
+"""Shared by the tests of the compiled handlers."""
 
 import functools
 import re
@@ -42,7 +42,7 @@ def call():
 
 @pytest.fixture(scope="session")
 def emulator_folder(tmp_path_factory):
-    """Where the emulator compiles its headers, once, and every kernel."""
+    """The folder in which the emulator compiles its headers, once, and every kernel."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     return tmp_path_factory.mktemp("emulator")

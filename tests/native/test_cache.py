@@ -166,7 +166,7 @@ def test_cache_refuses_what_a_link_to_a_folder_of_others_leads_to(folder, tmp_pa
 
 
 def test_cache_of_root_that_nobody_can_write_to_is_used(folder, monkeypatch):
-    """As in the image of a container: owned by another user, who is root, and read-only."""
+    """The image of a container has it so: owned by another user, who is root, and read-only."""
     image = get()[0]
     folder.chmod(0o555)
     (path,) = folder.iterdir()
@@ -185,7 +185,7 @@ def test_cache_of_root_that_nobody_can_write_to_is_used(folder, monkeypatch):
 
 
 def test_folders_in_the_cache_follow_its_rule(folder, tmp_path):
-    """Where JAX loads programs: it looks at neither the folder nor the files."""
+    """JAX loads programs there, and looks at neither the folder nor the files."""
     assert cache.usable("xla") == folder / "xla"
     assert stat.S_IMODE((folder / "xla").stat().st_mode) == 0o700
     program = folder / "xla" / "inner" / "program"

@@ -8,8 +8,6 @@ import pytest
 
 from normfuse.native import _ext, registry
 
-pytestmark = pytest.mark.oldest
-
 
 @pytest.fixture
 def older_jaxlib(monkeypatch, tmp_path):

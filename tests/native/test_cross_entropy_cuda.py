@@ -105,7 +105,7 @@ def test_an_offset_of_all_logits_changes_nothing(emulated, rng, layout, offset):
 
 
 def test_logits_that_are_not_finite(emulated):
-    """As in plain JAX: an infinite maximum and NaN give NaN, and -inf is a word without a share."""
+    """Plain JAX does so: an infinite maximum and NaN give NaN, -inf is a word without a share."""
     emulated(Layout(8, 32, batch=1, slices=2))
     z = np.zeros((4, 512), np.float32)
     z[0, 5], z[1, 300], z[2, :200] = np.inf, np.nan, -np.inf

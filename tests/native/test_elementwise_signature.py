@@ -1,4 +1,4 @@
-"""What is read of a user's C++ text: the function's signature, and nothing that is not there."""
+"""A user's C++ text gives the function's signature, and nothing that is not there."""
 
 import pytest
 

@@ -9,8 +9,6 @@ from train_state import RECORD, abstract, equal, make_state, restore
 from normfuse.train import RunError
 from normfuse.train.checkpoint import Checkpoints
 
-pytestmark = pytest.mark.oldest
-
 
 def test_restores_the_newest_exactly(copy):
     state, record, said = restore(copy)

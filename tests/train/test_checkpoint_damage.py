@@ -82,7 +82,7 @@ def test_all_damaged_is_an_error_with_the_steps(copy):
 
 
 def test_incomplete_newest_is_said_and_left_aside(copy):
-    """As a step without the files that orbax knows a complete one by."""
+    """The step lacks the files that orbax knows a complete one by."""
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
         (copy / "2" / name).unlink(missing_ok=True)
     for item in ("params", "rest", "record"):

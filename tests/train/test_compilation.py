@@ -14,8 +14,6 @@ from normfuse.train import UsageError, compilation
 from normfuse.train.config import OptimConfig
 from normfuse.train.step import Program, make_optimizer, schedule
 
-pytestmark = pytest.mark.oldest
-
 
 @pytest.mark.parametrize("implementation", ["native", "pallas"])
 def test_one_implementation_alone_must_serve_every_op(implementation):
@@ -70,7 +68,7 @@ def test_programs_are_kept_without_being_asked(unset, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", "elsewhere")
     compilation.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == "elsewhere"  # the user's own choice stays
-    # Where none can be written, they are read; JAX would warn for each.
+    # If none can be written, they are read; JAX would warn for each.
     monkeypatch.setattr(os, "access", lambda *_: False)
     jax.config.update("jax_compilation_cache_dir", None)
     compilation.keep_compiled_programs()

@@ -62,7 +62,7 @@ def test_directory_and_glob_are_read_in_sorted_order(tmp_path):
 
 
 def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
-    """As `chmod 0` makes a folder for all but root."""
+    """`chmod 0` makes a folder such for all but root."""
     (tmp_path / "texts" / "closed").mkdir(parents=True)
     (tmp_path / "texts" / "open.txt").write_text("x" * 999)
     scandir = os.scandir

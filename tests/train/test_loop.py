@@ -15,8 +15,6 @@ from normfuse.train.config import OptimConfig, preset_config
 from normfuse.train.loop import Loop, StepLogger
 from normfuse.train.step import Metrics, Program, make_optimizer, schedule
 
-pytestmark = pytest.mark.oldest
-
 
 class _Logger:
     """Reads metrics, as the real one does."""

@@ -18,8 +18,6 @@ from normfuse.train.mesh import batch_sharding, make_mesh, make_sharding, on_dev
 from normfuse.train.run import Run
 from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule
 
-pytestmark = pytest.mark.oldest
-
 BATCH, SEQ, STEPS = 8, 16, 4
 OPTIM = OptimConfig(lr=1e-2, warmup=1)
 _COLLECTIVE = re.compile(
@@ -82,7 +80,6 @@ def test_losses_are_those_of_one_device(eight_devices, shape, framework):
     assert found[0] - found[-1] > 0.1  # updates were made that could have gone apart
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("shape", "framework", "options"),
     [
@@ -109,7 +106,6 @@ def test_parts_that_are_asked_for_are_those_of_the_step(eight_devices, flags, mo
     assert started[0].program.parts == 2
 
 
-@pytest.mark.newest
 def test_kept_kernels_have_the_same_gradient(eight_devices):
     """Over microbatches too, where bfloat16 kernels have float32 main gradients."""
     dtypes = {"dtype": "bfloat16", "param_dtype": "bfloat16"}

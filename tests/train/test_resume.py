@@ -16,8 +16,6 @@ from normfuse.train.checks import check_resume, make_record
 from normfuse.train.cli import main
 from normfuse.train.config import preset_config
 
-pytestmark = pytest.mark.oldest
-
 
 def test_resumed_run_has_the_losses_of_the_unbroken(interrupted, finished, tmp_path, losses, lines):
     """It is resumed by the command that it printed."""
@@ -33,7 +31,6 @@ def test_resumed_run_has_the_losses_of_the_unbroken(interrupted, finished, tmp_p
     assert [x["from_step"] for x in lines(run) if x.get("event") == "resume"] == [3]
 
 
-@pytest.mark.newest
 def test_other_mesh_and_microbatches_resume_within_1e_5(
     options, interrupted, train, finished, tmp_path, losses
 ):
@@ -46,14 +43,13 @@ def test_other_mesh_and_microbatches_resume_within_1e_5(
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.newest
 def test_how_a_model_is_computed_may_change(interrupted, train, options, losses, tmp_path):
     """The message of a run that is out of memory advises `--model.remat block`."""
     interrupted()
     changes = {"model.remat": "block", "model.attention": "xla"}
     code, out, err = train(**options | changes)
     assert (code, err) == (0, "") and max(losses(tmp_path / "run")) == 6
-    assert re.search(r"model\.\w+  saved none, now \w+", out, re.I)
+    assert re.search(r"model\.remat +saved none, now block", out)
 
 
 def test_settings_that_say_how_are_told_by_their_names():
@@ -78,7 +74,6 @@ def test_settings_that_say_how_are_told_by_their_names():
         check_resume(record | {"format": 1}, config, text)
 
 
-@pytest.mark.newest
 def test_config_of_a_run_continues_it_from_any_folder(
     small_run, text_file, tmp_path, monkeypatch, capsys
 ):
@@ -110,7 +105,6 @@ def test_finished_run_is_only_validated_again(options, finished, train, tmp_path
     assert [x["step"] for x in lines(run) if "val_loss" in x] == [2, 4, 6]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -165,7 +159,6 @@ def _random_kills(count: int) -> list[str]:
     return kills
 
 
-@pytest.mark.newest
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "kills",

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import yaml
 
-pytestmark = pytest.mark.oldest
-
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -47,7 +45,6 @@ def test_piped_output_is_plain_lines(finished):
     assert len(re.findall(rf"^step \d/6  {figures}$", out, re.M)) == 6
 
 
-@pytest.mark.newest
 def test_other_failures_of_the_loop_still_close_the_log(train, tmp_path, monkeypatch, lines):
     from normfuse.train.run import Run
 

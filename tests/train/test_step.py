@@ -16,8 +16,6 @@ from normfuse.train.mesh import batch_sharding, on_devices
 from normfuse.train.metrics import NATS_PER_BIT
 from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule
 
-pytestmark = pytest.mark.oldest
-
 OPTIM = OptimConfig(lr=1e-2, warmup=2)
 
 

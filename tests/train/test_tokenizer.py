@@ -71,7 +71,7 @@ def test_widths_are_the_bytes_of_the_text_so_far(trained):
 
 
 def test_widths_hold_for_encodings_that_trim_or_replace_spaces(tmp_path):
-    """As SentencePiece's: a space is ▁, and one is added in front."""
+    """SentencePiece's are such: a space is ▁, and one is added in front."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizers.decoders.Metaspace()
