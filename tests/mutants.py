@@ -406,8 +406,7 @@ MUTANTS = [
         "layers/lookup.py",
         "(high, middle, values - high - middle)",
         "(high, middle)",
-        "tests/layers/test_lookup.py"
-        "::test_rows_are_theirs_and_the_gradient_is_that_of_float64[float32, few rows]",
+        "tests/layers/test_lookup.py::test_numbers_of_float32_keep_all_their_digits",
     ),
     Mutant(
         "layers/lookup.py",
