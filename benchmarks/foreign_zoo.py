@@ -308,6 +308,8 @@ def easylm_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def hugging_face(kind: str, head: str, call: Callable[..., Any], **sizes: Any) -> Model:
     module = imported(f"transformers.models.{kind.lower()}.modeling_flax_{kind.lower()}")
+    clip = lambda x, a_min=None, a_max=None: jnp.clip(x, a_min, a_max)  # names of older JAX
+    module.jnp = types.SimpleNamespace(**vars(jnp) | {"clip": clip})
     config = getattr(imported("transformers"), f"{kind}Config")(**sizes)
     model = getattr(module, f"Flax{kind}{head}Module")(config, dtype=jnp.bfloat16)
     return Model(model, lambda m, x: call(m, x).logits)

@@ -406,8 +406,7 @@ MUTANTS = [
         "layers/lookup.py",
         "(high, middle, values - high - middle)",
         "(high, middle)",
-        "tests/layers/test_lookup.py"
-        "::test_rows_are_theirs_and_the_gradient_is_that_of_float64[float32, few rows]",
+        "tests/layers/test_lookup.py::test_numbers_of_float32_keep_all_their_digits",
     ),
     Mutant(
         "layers/lookup.py",
@@ -694,8 +693,8 @@ MUTANTS = [
     ),
     Mutant(  # what a masked word's label costs
         "layers/fuse/losses.py",
-        "replaced = self.hidden[1] - lse * together",
-        "replaced = self.hidden[1]",
+        "number = self.hidden[1] - lse * together if",
+        "number = self.hidden[1] if",
         "tests/fuse/test_spellings.py::test_spelling[loss: labels that a mask hides]",
     ),
     Mutant(

@@ -140,9 +140,8 @@ def _before_a_product(program: Program, v: int) -> str | None:
                     stack.append(out)
     if not reached:
         return None
-    selects = [e.ins[0] for name, e in names.items() if name == "select_n"]
-    random = any(program.maker.get(u) and is_random(program, u) for u in selects)
-    if random:
+    changing = [e for name, e in names.items() if name in _CHANGING]
+    if any(is_random(program, u) for e in changing for u in e.ins if u not in seen):
         return "dropout"
     return ", ".join(name for name in names if name in _CHANGING) or None
 

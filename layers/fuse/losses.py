@@ -104,14 +104,14 @@ class Loss(Site):
         y = self.lse * lse
         if self.outside == "all 0":
             outside = -self.sum * self.vocabulary * lse
-            y = jnp.where(self._inside(read, place), y + self.pick * (lse - loss), outside)
+            picked = self._replaced(read, place, lse - loss, self.hidden and self.hidden[1])
+            y = jnp.where(self._inside(read, place), y + self.pick * picked, outside)
         elif self.labels is not None:
             together = self.outside.startswith("all")  # the log-sum-exp's gradient goes with it
             y = (self.lse + self.pick) * lse if together else y
             picked = -loss if together else lse - loss
-            if self.hidden:
-                replaced = self.hidden[1] - lse * together
-                picked = jnp.where(self._is_hidden(read, place), replaced, picked)
+            number = self.hidden[1] - lse * together if self.hidden else None
+            picked = self._replaced(read, place, picked, number)
             if self.outside != "clip":
                 values = {"0": 0, "nan": jnp.nan, "drop": jax.lax.stop_gradient(picked)}
                 outside = values[self.outside.removeprefix("all ")]
@@ -144,6 +144,10 @@ class Loss(Site):
         assert self.hidden is not None
         inside, labels = self._inside(read, place), self._words(read, place)
         return inside & jnp.asarray(self.hidden[0])[jnp.where(inside, labels, 0)]
+
+    def _replaced(self, read: Any, place: Any, picked: Any, number: Any) -> Any:
+        """Returns picked elements, with the number where a mask replaces the label's logit."""
+        return jnp.where(self._is_hidden(read, place), number, picked) if self.hidden else picked
 
     def _is_word(self, read: Any, place: Any) -> Any:
         """Tells which labels have the loss of `linear_cross_entropy`, gradients included."""

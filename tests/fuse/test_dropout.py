@@ -27,7 +27,7 @@ PROBABILITIES = {
     "dropout": (dropped, "its probabilities are changed (dropout)"),
     "dropout of each head": (
         lambda p: dropped(jnp.ones((1, H, 1, 1))) * p,
-        "its probabilities are changed (mul)",
+        "its probabilities are changed (dropout)",
     ),
     "a mask of heads": (
         lambda p: p * jnp.asarray([1.0, 0.5])[:, None, None],

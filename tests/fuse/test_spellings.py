@@ -506,6 +506,13 @@ of_rows(
     loss=LOSSES["of each row"],
 )
 of_rows(
+    "labels that a mask hides, of log-probabilities",
+    lambda x, w: jnp.where(jnp.arange(V) > 19, x @ w, -1e9),
+    BTE,
+    (E, V),
+    loss=LOSSES["log_softmax, one-hot"],
+)
+of_rows(
     "labels that a mask hides, summed",
     lambda x, w: jnp.where(np.arange(V) % 5 > 0, x @ w, -2e4),
     BTE,

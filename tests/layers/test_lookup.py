@@ -89,6 +89,11 @@ def test_all_indices_equal_pass_through_every_level(rng, monkeypatch):
             assert_exact(lookups._by_blocks(dy, indices, 300), dy, indices)
 
 
+def test_numbers_of_float32_keep_all_their_digits(rng):
+    dy = jnp.asarray(rng.standard_normal((64, 5)), f32)
+    np.testing.assert_array_equal(lookups._by_one_hot(dy, jnp.arange(64), 64), dy)
+
+
 def test_finite_gradients_meet_no_scatter_of_floats(rng):
     """It is a scatter's order of additions that changes from run to run on a GPU."""
     for rows in 8, 5000:
