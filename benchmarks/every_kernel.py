@@ -1,8 +1,7 @@
 """Runs every kernel once in each of its variants, and compares it with its definition.
 
 Small on purpose: made to be run under `compute-sanitizer` (memcheck, racecheck). The kernels and
-their operands are those that the operations' own files list; RMSNorm's have other types too, and
-rows whose elements are apart.
+their operands are those that the operations' own files list; RMSNorm's have other types too.
 
     compute-sanitizer --report-api-errors no python benchmarks/every_kernel.py
     python benchmarks/every_kernel.py --only layer_norm --features 130
@@ -23,8 +22,7 @@ import numpy as np
 from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.dense import epilogue
-from normfuse.layers.norm import op as norms
-from normfuse.layers.norm.spec import Norm
+from normfuse.layers.norm import kernels as norms
 from normfuse.layers.quantization import gated, quantize
 from normfuse.layers.quantization import norm as coded_norm
 from normfuse.native.implementation import NATIVE
@@ -36,7 +34,6 @@ BF16, F32 = "bfloat16", "float32"
 # One row a thread group, a block or several blocks; odd sizes go through the scalar path.
 LENGTHS = (1, 3, 64, 130, 1000, 1024, 4096, 5120, 7168, 8192, 12288, 16384, 32768, 65537)
 CENTRED = (3, 130, 1024, 8192, 32768, 65537)
-APART = ((7, 3), (64, 130))  # features and how far their elements are apart
 CODED = ((64, 33), (77, 48), (512, 48), (2048, 48), (4096, 33), (8192, 48), (14336, 48))
 LOGITS = (7, 1000, 32000, 128256)
 ACTIVATIONS = ("silu", "gelu")
@@ -51,27 +48,9 @@ def struct(shape, dtype) -> jax.ShapeDtypeStruct:
 
 
 def rms_norms(lengths) -> Iterator[Example]:
-    # scale, residual, and whether rstd or dscale is asked for; the dtypes take turns
-    flags = [(False, False, True), (True, False, True), (True, True, True), (True, True, False)]
     turns = itertools.cycle([(BF16, F32), (F32, BF16), ("float16", "float16")])
-    shapes = [*((n, 1) for n in lengths or LENGTHS), *(() if lengths else APART)]
-    for (n, inner), (scaled, added, extra) in itertools.product(shapes, flags):
-        dtype, other = next(turns)
-        x = struct((rows_of(n), n, inner), dtype)
-        residual, dh = [struct(x.shape, other)] * added, [x] * added
-        scale, rstd = [struct((n,), other)] * scaled, struct((x.shape[0], inner), F32)
-        flag = {"scale_offset": 0.5, "has_scale": scaled}
-        out = {"out_dtype": dtype if extra else other}
-        grads = {"has_residual": added, "with_dscale": extra and scaled, **flag}
-        forward = {"eps": 1e-5, "has_residual": added, "with_rstd": extra, **out, **flag}
-        apart = {"count": float(n), **grads}
-        yield norms.forward_kernel, Norm(**forward), [x, *residual, *scale]
-        yield norms.backward_kernel, Norm(**grads), [x, x, *scale, rstd, *dh]
-        yield norms.backward_apply_kernel, Norm(**apart), [x, x, *scale, rstd, *dh, rstd]
-        if not added:
-            yield norms.apply_kernel, Norm(**out, **flag), [x, *scale, rstd]
-            yield norms.row_dots_kernel, Norm(**flag), [x, x, *scale]
-            yield norms.row_statistics_kernel, Norm(), [x]
+    for n, (dtype, scale) in zip(lengths or LENGTHS, turns):
+        yield from norms.examples(n, dtype, scale, dtype, rows=rows_of(n), scale_offset=0.5)
 
 
 def layer_norms(lengths) -> Iterator[Example]:

@@ -11,8 +11,8 @@ import jax
 from benchmarks.norms import EPS, Contestant
 from benchmarks.rms_norm import main
 from normfuse import layer_norm
-from normfuse.layers.norm.op import backward_kernel, define_backward
-from normfuse.layers.norm.spec import Norm
+from normfuse.layers.norm.kernels import backward_kernel
+from normfuse.layers.norm.spec import Norm, define_backward
 from normfuse.native.implementation import Order
 
 
@@ -40,8 +40,7 @@ def _ours(residual: bool, implementation: str) -> Contestant:
         return (layer_norm(x, w, b, **options),)
 
     def backward(x, r, w, dy, dh, rstd):
-        large = [a[..., None] for a in (dy, x, *[dh] * residual)]
-        operands = [*large[:2], w, 0 * rstd, rstd, *large[2:]]
+        operands = [dy, x, w, 0 * rstd[:, 0], rstd[:, 0], *[dh] * residual]
         return backward_kernel(_gradient(residual), *operands, order=order)
 
     return _modes(norm, backward, residual)

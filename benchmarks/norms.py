@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from normfuse import rms_norm
-from normfuse.layers.norm.op import backward_kernel
+from normfuse.layers.norm.kernels import backward_kernel
 from normfuse.layers.norm.spec import Norm
 from normfuse.native.implementation import Order
 
@@ -48,7 +48,7 @@ def _normfuse(residual: bool) -> Contestant:
         return rms_norm(x, w, residual=r, eps=EPS, implementation="native")
 
     def backward(x, r, w, dy, dh, rstd, with_dscale=True):
-        operands = [dy[..., None], x[..., None], w, rstd, *[dh[..., None]] * residual]
+        operands = [dy, x, w, rstd[:, 0], *[dh] * residual]
         norm = Norm(has_scale=True, has_residual=residual, with_dscale=with_dscale)
         return backward_kernel(norm, *operands, order=order)
 

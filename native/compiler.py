@@ -71,12 +71,12 @@ def kernel_source(name: str) -> Source:
     """Reads the kernel file `name` that comes with normfuse, and the headers it includes."""
     text = kernel_text(name)
     headers: dict[str, str] = {}
-    pending = [*files_read(text)]
+    pending = [text]
     while pending:
-        header = pending.pop()
-        if header.startswith('"') and header[1:-1] not in headers:
-            headers[header[1:-1]] = kernel_text(header[1:-1])
-            pending += files_read(headers[header[1:-1]])
+        for header in re.findall(r'^#include "([\w.]+)"', pending.pop(), re.MULTILINE):
+            if header not in headers:
+                headers[header] = kernel_text(header)
+                pending.append(headers[header])
     return Source(name, text, tuple(sorted(headers.items())))
 
 
@@ -87,11 +87,11 @@ def kernel_text(name: str) -> str:
 
 # Tokens, in the order to try them, that may contain a quote or "//" that starts no comment.
 _TOKENS = (
-    r'(?P<raw>(?<!\w)(?:u8|[uUL])?R"(?P<delimiter>[^()\\\s]{0,16})\(.*?\)(?P=delimiter)")',
-    r"(?<![\w.])\.?\d[\w.]*(?:'\w[\w.]*)+",  # a number, such as 1'000
-    r'"(?:\\.|[^"\\\n])*"',
-    r"'(?:\\.|[^'\\\n])*'",
-    r"(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))",
+    r'(?<!\w)(?:u8|[uUL])?R"(?P<delimiter>[^()\\\s]{0,16})\(.*?\)(?P=delimiter)"',
+    r"(?P<kept>(?<![\w.])\.?\d[\w.]*(?:'\w[\w.]*)+"  # a number, such as 1'000
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'(?:\\.|[^'\\\n])*')",
+    r"//[^\n]*|/\*.*?(?:\*/|\Z)",
 )
 _TOKEN = re.compile("|".join(_TOKENS), re.DOTALL)
 _DIRECTIVE = re.compile(
@@ -110,13 +110,14 @@ def files_read(text: str) -> tuple[str, ...]:
     """
     lines = re.sub(r"\r\n?", "\n", text)
     lines = re.sub(r"(?:\\|\?\?/)[ \t\f\v]*\n", "", lines)  # joins continued lines
-    bare = _TOKEN.sub(lambda m: '""' if m["raw"] else " " if m["comment"] else m[0], lines)
+    bare = _TOKEN.sub(r" \g<kept>", lines)  # without comments and raw strings
     found = [(m["file"] or m[0]).strip() for m in _DIRECTIVE.finditer(bare)]
     if re.search(r'\.inc(?:bin|lude)\s*\\?"', lines):  # the assembler's
         found.append(".incbin")
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=256)
 def check_self_contained(source: Source) -> None:
     """Raises CompileError if `source` reads files of ours that are not among its headers.
 
@@ -175,7 +176,7 @@ def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
                 f"macro {name!r}: a macro's name is two or more upper-case letters, digits or _, "
                 "because CUDA's own headers use single letters"
             )
-    return [*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{k}={v}" for k, v in macros.items())]
+    return [*_OPTIONS, f"--gpu-architecture={arch}", *[f"-D{k}={v}" for k, v in macros.items()]]
 
 
 def compilations() -> int:

@@ -155,7 +155,7 @@ class Kernel:
 
 
 def _has_static_shapes(ctx: Any) -> bool:
-    return all(isinstance(n, int) for a in ctx.avals_in for n in a.shape)
+    return all([isinstance(n, int) for a in ctx.avals_in for n in a.shape])
 
 
 def _require_static_shapes(ctx: Any) -> None:

@@ -72,7 +72,7 @@ def launch(
         aliases=aliases,
         image=np.frombuffer(image.data, np.uint8),
         digest=image.digest,
-        dtypes=signature(*([a.dtype.name for a in some] for some in (operands, results))),
+        dtypes=signature([a.dtype.name for a in operands], [a.dtype.name for a in results]),
         elements=np.array([math.prod(a.shape) for a in (*operands, *results)], np.int64),
         kernel=kernel,
         grid=_three(grid),

@@ -26,9 +26,9 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:  # tests count kernels at sizes where XLA's norm would serve
-        from normfuse.layers.norm import op as rms_norm
+        from normfuse.layers.norm import cuda
 
-        rms_norm.PLAIN_ELEMENTS = 0
+        cuda.PLAIN_ELEMENTS = 0
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))

@@ -44,8 +44,8 @@ MUTANTS = [
         "native/cpu/forward.h",
         "squared = sums[1] - sums[0] * apart;",
         "squared = sums[1];",
-        "tests/native/test_layer_norm_kernels.py"
-        "::test_host_kernels_match_reference[37x24x1-bfloat16-float32-bfloat16@0.0]",
+        "tests/native/test_norm_kernels.py"
+        "::test_host_matches_its_definition[37x24-bfloat16-float32-bfloat16@0.0-centred-bias]",
     ),
     Mutant(
         "native/cpu/quantize.cc",
@@ -59,28 +59,34 @@ MUTANTS = [
         "native/kernels/norm_forward.cu",
         "inverse_root(inverse.at[r] * (Compute(1) / FEATURES) + eps)",
         "inverse_root(inverse.at[r] * (Compute(1) / FEATURES)) + eps",
-        "tests/native/test_cuda_emulated.py"
-        "::test_cuda_rows_match_reference[37x24x1-bfloat16-float32-bfloat16@0.0]",
+        "tests/native/test_norm_kernels.py"
+        "::test_cuda_matches_its_definition[37x24-bfloat16-float32-bfloat16@0.0]",
     ),
     Mutant(
         "native/kernels/norm_forward.cu",
-        "const auto row = [&](int r) { return mine + r * HEADS; };",
-        "const auto row = [&](int r) { return mine + r; };",
-        "tests/native/test_cuda_emulated.py"
-        "::test_cuda_heads_match_reference[3x2056x1-float16-bfloat16-float32@0.0-5-0]",
+        "owner = group / groups;",
+        "owner = group % groups;",
+        "tests/native/test_norm_kernels.py::test_cuda_examples_match_their_definition",
+    ),
+    Mutant(  # a layout that was not measured
+        "layers/norm/layouts.py",
+        "Step(512, chunks=3, blocks=2, hold=True, stages=3),\n    Step(640, chunks=2, slices=2",
+        "Step(512, chunks=3, blocks=3, hold=True, stages=3),\n    Step(640, chunks=2, slices=2",
+        "tests/native/test_norm_kernels.py::test_measured_layouts_are_those_that_are_launched",
     ),
     Mutant(
         "native/kernels/norm_backward.cu",
         "IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);",
         "",
-        "tests/native/test_cuda_emulated.py"
-        "::test_cuda_rows_match_reference[20x1000x1-bfloat16-float32-bfloat16+bfloat16@0.0]",
+        "tests/native/test_norm_kernels.py"
+        "::test_cuda_matches_its_definition[20x1000-bfloat16-float32-bfloat16+bfloat16@0.5-bias]",
     ),
     Mutant(
         "native/kernels/norm_backward.cu",
         "mean_row = next_mean; next_mean = later_mean",
         "mean_row = later_mean; next_mean = later_mean",
-        "tests/native/test_layer_norm_kernels.py::test_cuda_kernels_match_reference",
+        "tests/native/test_norm_kernels.py"
+        "::test_cuda_matches_its_definition[37x24-bfloat16-float32-bfloat16@0.0-centred-bias]",
     ),
     Mutant(
         "native/kernels/softmax.cu",
@@ -217,9 +223,9 @@ MUTANTS = [
     ),
     # ---------------------------------------------------------------- layers: norms
     Mutant(
-        "layers/norm/op.py",
-        "(wide - mean(wide) if norm.centred else wide) - along)",
-        "(wide - mean(wide) if norm.centred else wide) + along)",
+        "layers/norm/spec.py",
+        "(dx - mean(dx) if norm.centred else dx) - along)",
+        "(dx - mean(dx) if norm.centred else dx) + along)",
         "tests/layers/test_contexts.py::test_one_operand",
     ),
     Mutant(
@@ -230,14 +236,14 @@ MUTANTS = [
     ),
     Mutant(
         "layers/norm/op.py",
-        "sums = [split.psum(d, rows).reshape(shape) for d in more]",
-        "sums = [d.reshape(shape) for d in more]",
+        "return [dx, *[split.psum(d, rows) for d in more]]",
+        "return [dx, *more]",
         "tests/layers/test_meshes.py::test_layouts[residual_rms_norm-None-auto-rows]",
     ),
     Mutant(
         "layers/norm/op.py",
         "rstd_of(norm, squares, split.count(norm.axes))]",
-        "rstd_of(norm, squares, h.shape[here.axes[0]])]",
+        "rstd_of(norm, squares, h.shape[-1])]",
         "tests/layers/test_meshes.py::test_layouts[residual_rms_norm-None-auto-features]",
     ),
     Mutant(

@@ -1,22 +1,202 @@
-"""The norms' kernels by name, for tests that run each of them."""
+"""The norms' kernels by name, each held to its definition in float64.
 
-from typing import Any
+A runner is `run(kernel, norm, operands) -> results`: in C++, on an emulator, through the CUDA
+driver, or through XLA. 64-bit types are on while it runs.
+"""
 
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
+import numpy as np
+import reference
+from reference import Expected, assert_close, wide
 
-from normfuse.layers.norm import cuda, op
-from normfuse.layers.norm.spec import Norm
+from normfuse.layers.norm import cuda, kernels
+from normfuse.layers.norm.spec import PARAMETERS, STATISTICS, Norm
 from normfuse.native.kernel import Kernel
 
 KERNELS = {
-    found.name.removeprefix("norm_"): found for found in vars(op).values() if type(found) is Kernel
+    found.name.removeprefix("norm_"): found
+    for found in vars(kernels).values()
+    if type(found) is Kernel
 }
 CUDA = {name: kernel.bodies["cuda"] for name, kernel in KERNELS.items()}
 assert CUDA["forward"] is cuda.forward
 
+EPS = 1e-6
+DTYPES = ("bfloat16", "float32", "float16", "float64")
+HALVES = "row_statistics", "apply", "row_dots", "backward_apply"
 
-def norm_of(params: dict[str, Any]) -> Norm:
+Run = Callable[[str, Norm, Sequence], Sequence]
+
+
+def norm_of(params: dict) -> Norm:
     """The static parameters; `out_dtype` may be a dtype."""
     if "out_dtype" in params:
         params = params | {"out_dtype": jnp.dtype(params["out_dtype"]).name}
     return Norm(**params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arrays of `shape`, (rows, n) or (examples, tokens, n), and the flags of one call.
+
+    `x` and `out` are the dtypes of x and y (and of dy); `other` that of the residual and of dh;
+    `scale` None for no scale; `mean` is added to x.
+    """
+
+    shape: tuple[int, ...]
+    x: str = "bfloat16"
+    scale: str | None = "float32"
+    out: str = "bfloat16"
+    other: str = "bfloat16"
+    residual: bool = False
+    offset: float = 0.0
+    centred: bool = False
+    bias: bool = False
+    mean: float = 0.0
+
+    def __str__(self):
+        flags = f"{'+' + self.other if self.residual else ''}{'@' + str(self.offset)}"
+        flags += "-centred" * self.centred + "-bias" * self.bias
+        return f"{'x'.join(map(str, self.shape))}-{self.x}-{self.scale}-{self.out}{flags}"
+
+    @property
+    def compute(self) -> str:
+        """The compute type."""
+        used = [self.x, self.scale, self.out] + [self.other] * self.residual
+        return "float64" if "float64" in used else "float32"
+
+    @property
+    def norm(self) -> Norm:
+        """The norm of all results that there are."""
+        examples = len(self.shape) == 3
+        return Norm(
+            op="layer_norm" if self.centred else "rms_norm",
+            axes=(2,) if examples else (1,),
+            heads=(0,) if examples else (),
+            eps=EPS,
+            scale_offset=self.offset,
+            out_dtype=self.out,
+            has_residual=self.residual,
+            has_scale=self.scale is not None,
+            has_bias=self.bias,
+            centred=self.centred,
+            with_mean=self.centred,
+            with_rstd=True,
+            with_dscale=self.scale is not None,
+            with_dbias=self.bias,
+            compute=self.compute,
+            count=float(self.shape[-1]),
+        )
+
+    def types(self, kernel: str, norm: Norm) -> list[jax.ShapeDtypeStruct]:
+        """The operands' types."""
+        parameter = tuple(self.shape[i] for i in (*norm.heads, *norm.axes))
+        dtypes = {"X": self.x, "DY": self.out, "RESIDUAL": self.other, "DH": self.other}
+        of = dict.fromkeys(STATISTICS, (self.shape[:-1], self.compute))
+        of |= dict.fromkeys(PARAMETERS, (parameter, self.scale or "float32"))
+        of |= {name: (self.shape, dtype) for name, dtype in dtypes.items()}
+        given = [of[name] for name in norm.names(kernel)[0]]
+        return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in given]
+
+    def operands(self) -> dict[str, np.ndarray]:
+        """Standard normal arrays, parameters near 1, and statistics and sums of these rows."""
+        norm, rng = self.norm, np.random.default_rng([*self.shape, self.residual])
+        dtypes = {"X": self.x, "DY": self.out, "RESIDUAL": self.other, "DH": self.other}
+        draw = lambda shape, dtype: rng.standard_normal(shape).astype(jnp.dtype(dtype))
+        arrays = {name: draw(self.shape, dtype) for name, dtype in dtypes.items()}
+        arrays["X"] = (wide(arrays["X"]) + self.mean).astype(arrays["X"].dtype)
+        parameter = [self.shape[i] for i in (*norm.heads, *norm.axes)]
+        for name in ("SCALE", "BIAS"):
+            value = (name == "SCALE") + 0.25 * rng.standard_normal(parameter)
+            arrays[name] = value.astype(jnp.dtype(self.scale or "float32"))
+        *mean, squares = defined("row_statistics", norm, arrays)
+        known = [*mean, 1 / np.sqrt(squares / self.shape[-1] + EPS)]
+        arrays |= zip(["MEAN"] * norm.centred + ["RSTD"], [a.astype(self.compute) for a in known])
+        sums = [a.astype(self.compute) for a in defined("row_dots", norm, arrays)]
+        return arrays | dict(zip(["SUMS"] * norm.centred + ["DOTS"], sums))
+
+
+def defined(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The definition's results in float64, but for the rounding of sums."""
+    wider = replace(norm, out_dtype="float64", compute="float64", cast_before=False)
+    with jax.enable_x64(True):
+        operands = [jnp.asarray(wide(arrays[name])) for name in norm.names(kernel)[0]]
+        return list(map(np.asarray, KERNELS[kernel].definition(wider, *operands)))
+
+
+def magnitudes(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The sums of magnitudes that each result is made of: differences become sums."""
+    sign = {"MEAN": -1, "SUMS": -1, "DOTS": -1}
+    with_mean = arrays | {"MEAN": np.abs(wide(arrays["X"])).mean(norm.axes)}
+    large = {name: sign.get(name, 1) * np.abs(wide(a)) for name, a in with_mean.items()}
+    sized = replace(norm, scale_offset=abs(norm.scale_offset))
+    if kernel == "forward":
+        (y,) = defined("apply", sized, large)
+        statistics = [np.abs(large["MEAN"])] * norm.with_mean + [large["RSTD"]] * norm.with_rstd
+        return [y, *[large["X"]] * norm.has_residual, *statistics]
+    if kernel == "row_statistics":
+        mean = np.abs(large["MEAN"]) * norm.centred
+        squares = ((large["X"] + np.expand_dims(mean, norm.axes)) ** 2).sum(norm.axes)
+        return [*[mean] * norm.centred, squares]
+    if kernel == "backward":
+        sums = defined("row_dots", sized, large)
+        large |= zip(["SUMS"] * norm.centred + ["DOTS"], [-a for a in sums])
+        kernel = "backward_apply"
+    return defined(kernel, sized, large)
+
+
+def check(run: Run, case: Case, kernels: Sequence[str] = tuple(KERNELS), **changes) -> None:
+    """Each of the kernels gives what its definition does, within rounding."""
+    norm, arrays = replace(case.norm, **changes), case.operands()
+    x, n = arrays["X"], case.shape[-1]
+    for kernel in kernels:
+        names, results = map(list, norm.names(kernel))
+        got = list(map(np.asarray, run(kernel, norm, [arrays[name] for name in names])))
+        known, stored = arrays, norm
+        if kernel == "forward" and norm.has_residual:
+            h, exact = got[1], reference.add(x, arrays["RESIDUAL"])
+            assert h.dtype == exact.dtype
+            assert_close(h, Expected(wide(exact), np.abs(wide(exact))), case.compute)
+            known, stored = arrays | {"X": h}, replace(norm, has_residual=False)
+            *mean, squares = defined("row_statistics", norm, known)
+            rstd = 1 / np.sqrt(squares / n + EPS)
+            known |= zip(["MEAN"] * norm.centred + ["RSTD"], [*mean, rstd])
+            del got[1], results[1]
+        values, sizes = defined(kernel, stored, known), magnitudes(kernel, stored, known)
+        for name, array, value, size in zip(results, got, values, sizes, strict=True):
+            dtype = {"Y": case.out, "DX": case.x}.get(name, array.dtype)
+            assert array.dtype == dtype and (name not in STATISTICS or array.dtype.itemsize > 2)
+            length = n + (x.size // n if name in PARAMETERS else 0)
+            slack = 2 if norm.centred and name == "RSTD" else 1  # of differences, with the mean's
+            assert_close(array, Expected(value, size, length), case.compute, slack)
+
+
+def check_cast_before(run: Run, case: Case) -> None:
+    """`forward` and `apply` round to the input's dtype before they multiply."""
+    norm, arrays = replace(case.norm, cast_before=True), case.operands()
+    call = lambda name, norm: run(name, norm, [arrays[k] for k in norm.names(name)[0]])
+    y, *h, rstd = map(np.asarray, call("forward", norm))
+    arrays |= {"X": h[0] if h else arrays["X"], "RSTD": rstd}
+    options = {"eps": EPS, "axes": 1, "out": case.out}
+    want, known = reference.round_before_weight(arrays["X"], arrays["SCALE"], **options)
+    assert known.mean() > 0.98 and y.dtype == case.out
+    assert y[known].tobytes() == want[known].tobytes()
+    (again,) = call("apply", norm)
+    assert np.asarray(again).tobytes() == y.tobytes()
+
+
+def many_rows(monkeypatch) -> None:
+    """From here on the backward is that of many rows."""
+    monkeypatch.setattr(cuda, "one_launch_layout", lambda rows: None)
+
+
+def mixes() -> list[tuple[str, str | None, str]]:
+    """(x, scale, out) such that each pair of dtypes of any two of them is met."""
+    pairs = itertools.product(range(4), range(4))
+    return [(DTYPES[i], DTYPES[j], DTYPES[(i + j) % 4]) for i, j in pairs]

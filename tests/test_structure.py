@@ -25,8 +25,8 @@ def journeys():
 @pytest.mark.parametrize(
     "what, limit",
     [
-        ("rms_norm", 10),
-        ("rms_norm and gradient", 10),
+        ("rms_norm", 11),
+        ("rms_norm and gradient", 11),
         ('nnx.Linear(activation="silu") and gradient', 13),
         ('nnx.Linear(quantization="fp8") and gradient', 14),
     ],

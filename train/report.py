@@ -1,24 +1,30 @@
-"""`normfuse report`: compares runs in a table and in one HTML page with their losses."""
+"""`normfuse report`: compares runs in a table and in one HTML page with a plot of their losses."""
 
 import base64
 import html
 import io
+import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import UsageError, plot
+from . import UsageError
 from .arguments import expanded, named, one_line
 from .display import duration, short
 from .run_dir import RunDir, RunResults
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
 _NO_SETTINGS = ("out_dir", "resume", "distributed")  # these do not change a run
+_COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
 Rows = Sequence[Sequence[str]]
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 860px; margin: 2.5em auto;
@@ -29,6 +35,41 @@ th, td { padding: .3em .8em; text-align: right; border-bottom: 1px solid #ddd; }
 th { font-weight: 600; } th:first-child, td:first-child { text-align: left; }
 img { width: 100%; } .wide { overflow-x: auto; }
 """
+
+
+def plot_loss(file: Path | BinaryIO, runs: Sequence[RunResults]) -> None:
+    """Draws training loss, validation points and reference lines, in bits per byte, as a PNG."""
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    end = max((line["step"] for run in runs for line in run.steps("step")), default=1)
+    for run, colour in zip(runs, itertools.cycle(_COLOURS)):
+        steps, checks = run.steps("step"), run.validations()
+        x = np.array([line["step"] for line in steps])
+        y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
+        axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
+        axes.plot(x, _smooth(y, end), color=colour, linewidth=1.4, label=f"{run.label}: training")
+        at, bits = ([line[name] for line in checks] for name in ("step", "val_bits_per_byte"))
+        label = f"{run.label}: validation{f', {bits[-1]:.3f} at the end' if bits else ''}"
+        axes.plot(at, bits, "o", color=colour, markersize=4.5, clip_on=False, label=label)
+    texts = {tuple(run.references.items()) for run in runs if run.references}
+    for name, bits in next(iter(texts)) if len(texts) == 1 else ():  # baselines of one text
+        axes.axhline(bits, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+        label = f"{name} {bits:.2f}"
+        axes.text(end, bits, label, ha="right", va="top", fontsize=8, color="0.4", zorder=0)
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
+    axes.spines[["top", "right"]].set_visible(False)
+    for text in axes.legend(frameon=False, fontsize=9, loc="upper right").get_texts():
+        text.set_parse_math(False)  # a `$` in a name begins no formula
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # drawn as a box
+        figure.savefig(file, format="png")
+
+
+def _smooth(values: np.ndarray, end: int) -> np.ndarray:
+    """Averages each value with its neighbours, over a fiftieth of the longest run's steps."""
+    half = min(end // 100, len(values))
+    padded = np.pad(values, half, constant_values=np.nan)
+    return np.nanmean(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)
 
 
 def report(folders: Sequence[Path], page: Path) -> None:
@@ -107,7 +148,7 @@ def _html(tables: Sequence[Rows], runs: Sequence[RunResults]) -> str:
         table = "\n".join([line(names, "th"), *(line(cells, "td") for cells in rows)])
         parts.append(f'<h2>{title}</h2><div class="wide"><table>\n{table}\n</table></div>')
     file = io.BytesIO()
-    plot.plot_loss(file, runs)
+    plot_loss(file, runs)
     data = base64.b64encode(file.getvalue()).decode()
     parts.append(f'<h2>Loss</h2>\n<img alt="Loss" src="data:image/png;base64,{data}">')
     head = f'<meta charset="utf-8"><title>normfuse report</title><style>{_STYLE}</style>'

@@ -22,7 +22,7 @@ from ..models.functional import Params, build
 from ..models.sharding import Sharding
 from ..native.compiler import compilations
 from ..native.implementation import fallbacks
-from . import RunError, UsageError, distributed, plot, run_dir
+from . import RunError, UsageError, distributed, run_dir
 from .arguments import expanded
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, guard_limit, make_record
@@ -37,6 +37,7 @@ from .loop import BadStep, Loop, StepLogger
 from .mesh import batch_sharding, check_memory, check_model, make_mesh, make_sharding, on_devices
 from .metrics import MetricsLog
 from .profiling import Profiler
+from .report import plot_loss
 from .run_dir import RunDir
 from .shutdown import StopRequest, Watchdog
 from .step import Program, State, make_optimizer, schedule
@@ -359,7 +360,7 @@ class Run:
         references = reference_bits_per_byte(self.text.raw_train, self.text.raw_held_out)
         self._write_text_info({"references": references})
         results = self.out.results(f"{self.config.preset}, {self.config.framework}")
-        plot.plot_loss(self.out.plot, [results])
+        plot_loss(self.out.plot, [results])
         for path in (self.out.metrics, self.out.plot, self.out.sample, self.out.profile):
             if path.exists():
                 self.display.fact("wrote", str(path))

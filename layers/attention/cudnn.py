@@ -19,7 +19,7 @@ from jax import Array, lax
 from ...native.dtypes import NARROW
 from ...native.implementation import Unsupported
 from ...native.jax_private import packed_attention
-from ...native.jaxpr import results_of, value_of
+from ...native.jaxpr import evaluate, results_of
 from .spec import Dimensions, Dims, Extras, Numbers, Spec, numbers, spread
 
 # cuDNN takes masks and biases for all queries and keys, so they are made for the call where the
@@ -309,7 +309,7 @@ def _in_parts(
 
 
 class _Segments:
-    """Returns where the segments of each sequence begin.
+    """The places at which the segments of each sequence begin.
 
     Attributes:
       ids: `(batch, length)`.
@@ -503,26 +503,32 @@ def reached(spec: Spec, length: int, keys: int) -> Array:
 
 def _run_forward(call: _Call, qkv: Sequence[Array]) -> list[Array]:
     """Returns out, `(batch, length, heads, width)`, and its lse, `(batch, heads, length)`."""
-    eqns, values, _ = _program(call, qkv, qkv[0])
-    before, kernel, _ = _parts(eqns)
-    _run([*before, kernel], values)
-    return [values[result] for result in kernel.outvars]
+    found: list[Array] = []
+
+    def rule(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if found:  # the rest is of the backward
+            return [None] * len(eqn.outvars)
+        results = results_of(eqn, operands)
+        if _is_forward_kernel(eqn):
+            found.extend(results)
+        return results
+
+    _evaluate(call, qkv, qkv[0], rule)
+    return found
 
 
 def _run_backward(
     call: _Call, qkv: Sequence[Array], out: Array, lse: Array, dout: Array
 ) -> list[Array]:
     """Returns the gradients of q, k, v and the bias."""
-    eqns, values, results = _program(call, qkv, dout)
-    before, kernel, after = _parts(eqns)
-    _run(before, values)
-    values |= zip(kernel.outvars, (out, lse))
-    _run(after, values)
-    return [value_of(a, values) for a in results]
+    known = lambda eqn, operands: (
+        [out, lse] if _is_forward_kernel(eqn) else results_of(eqn, operands)
+    )
+    return _evaluate(call, qkv, dout, known)
 
 
-def _program(call: _Call, qkv: Sequence[Array], dout: Array) -> tuple[Any, dict[Any, Any], Any]:
-    """Returns JAX's derivative of a call: equations, the operands' values, and the gradients."""
+def _evaluate(call: _Call, qkv: Sequence[Array], dout: Array, rule: Any) -> list[Array]:
+    """Returns the gradients by JAX's derivative of a call, evaluated by `rule`."""
     count = len(qkv) + call.has_bias
 
     def derivative(dout: Array, *operands: Array) -> Sequence[Array]:
@@ -531,20 +537,11 @@ def _program(call: _Call, qkv: Sequence[Array], dout: Array) -> tuple[Any, dict[
 
     operands = [dout, *qkv, *call.operands]
     program = jax.make_jaxpr(derivative)(*operands)
-    values = dict(zip(program.jaxpr.constvars, program.consts))
-    values |= zip(program.jaxpr.invars, operands)
-    return program.jaxpr.eqns, values, program.jaxpr.outvars
+    if not any(map(_is_forward_kernel, program.jaxpr.eqns)):
+        raise Unsupported("this version of JAX has another program for cuDNN's attention")
+    return evaluate(program, operands, rule)
 
 
-def _parts(eqns: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
-    """Returns the equations before the forward kernel, that kernel, and those after it."""
-    for at, eqn in enumerate(eqns):
-        if eqn.primitive.name.startswith("dot_product_attention_fwd") and len(eqn.outvars) == 2:
-            return eqns[:at], eqn, eqns[at + 1 :]
-    raise Unsupported("this version of JAX has another program for cuDNN's attention")
-
-
-def _run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
-    for eqn in eqns:
-        operands = [value_of(a, values) for a in eqn.invars]
-        values |= zip(eqn.outvars, results_of(eqn, operands))
+def _is_forward_kernel(eqn: Any) -> bool:
+    name, results = eqn.primitive.name, len(eqn.outvars)
+    return name.startswith("dot_product_attention_fwd") and results == 2

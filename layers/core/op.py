@@ -535,7 +535,8 @@ class _Operation:
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> Sequence[Array]:
         """Returns the tangent of the definition."""
         formula = self.differentiated.formula or self.differentiated.definition
-        return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], tangents)[1]
+        along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, kept[0])]
+        return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], along)[1]
 
     def before(self) -> None:
         """Lets the operation refuse its tangent."""

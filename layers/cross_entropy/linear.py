@@ -486,15 +486,12 @@ def define_reduced(
 
 
 def _statistics_tangent(
-    loss: Loss, spec: Spec, moving: list[Array], found: Any, x: Array, w: Array, *more: Array
+    loss: Loss, spec: Spec, moving: list[Array], found: Any, *operands: Array
 ) -> list[Any]:
     """Returns the tangents of lse and lse - picked; `found` are the three of `ops.statistics`."""
-    most, total, _ = found
     if not moving:
-        return [ad.Zero(jax.typeof(most).to_tangent_aval())] * 2
-    labels, *bias = more
-    operands = x, w, labels, most, total, *bias, *moving
-    dlse, dpicked = ops.tangent(spec, *operands, order=loss.order)
+        return [ad.Zero(jax.typeof(found[0]).to_tangent_aval())] * 2
+    dlse, dpicked = ops.lse_tangents(spec, operands, found, moving, loss.order)
     return [dlse, dlse - dpicked]
 
 

@@ -24,13 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.interpreters import ad
 
 from ...native import jax_private
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
 from ...native.kernel import Kernel
-from ..core.op import Dims, Op, Split, batch_at, match
+from ..core.op import Dims, Op, Split, batch_at, match, tangents_of
 from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
 from ..quantization.quantize import E5M2, MULTIPLE, Codes, fits, quantize_kernel
 from . import softmax
@@ -145,29 +144,10 @@ def define_gradients(
     return _gradients(spec, x, w, g, a, b)
 
 
-def define_tangent(
-    spec: Spec, x: Array, w: Array, labels: Array, most: Array, total: Array, *rest: Array
-) -> list[Array]:
-    """`(x, w, labels, most, sum[, bias][, dx][, dw][, dbias]) -> (dlse, dpicked)`."""
-    del most, total
-    bias, moving = _split_bias(spec, rest)
-    primals, wanted, moving_of = (x, w, *bias), (*spec.wanted, spec.bias), iter(moving)
-    tangents = [
-        next(moving_of).astype(a.dtype) if moves else jnp.zeros_like(a)
-        for moves, a in zip(wanted, primals)
-    ]
-
-    def statistics(x, w, *bias):
-        most, total, picked = define_statistics(spec, x, w, labels, *bias)
-        return softmax.lse_of(most, total), picked
-
-    return list(jax.jvp(statistics, primals, tuple(tangents))[1])
-
-
-def _split_bias(spec: Spec, rest: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the bias, if there is one, and what comes after it."""
-    count = int(spec.bias is not None)
-    return rest[:count], rest[count:]
+def define_lse(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
+    """`(x, w, labels[, bias]) -> (lse, picked)`."""
+    most, total, picked = define_statistics(spec, x, w, labels, *bias)
+    return [softmax.lse_of(most, total), picked]
 
 
 def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
@@ -536,8 +516,8 @@ def _gradients_body(
 def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    These are x, w (the kernel), r (a number for each row), b (the bias, if there is one), t (the
-    tangents of x, the kernel and the bias, as far as they exist) and g (their gradients).
+    These are x, w (the kernel), r (a number for each row), b (the bias, if there is one) and g (the
+    gradients of x, the kernel and the bias, as far as they are wanted).
     """
 
     def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
@@ -547,9 +527,9 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
         w = (n, v) if spec.contract == 0 else (v, n)
         found: dict[str, list[Any]] = {"x": [x], "w": [w], "r": [x[:-1]]}
         found["b"] = [(v,)] * (spec.bias is not None)
-        for letter, groups in ("t", ()), ("g", range(spec.groups)):
-            of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
-            found[letter] = [x] * spec.wanted[0] + of_parameters
+        groups = range(spec.groups)
+        of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
+        found["g"] = [x] * spec.wanted[0] + of_parameters
         each = lambda text: tuple(dims for letter in text for dims in found[letter])
         return each(operands), each(results)
 
@@ -609,18 +589,7 @@ def _checked(ctx: Any, spec: Spec, order: Order) -> Order:
     return require_fp8(ctx, spec, order) if spec.quantized else order
 
 
-def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
-    x, w, labels, most, total, *rest = operands
-    bias, moving = _split_bias(spec, rest)
-    dlse, dpicked = [ad.instantiate_zeros(ct) for ct in cts]
-    a = softmax.divided(dlse, total)
-    found = gradients(spec, x, w, labels, most, a, -dpicked, *bias, order=order)
-    linear = [g.astype(t.aval.dtype) for g, t in zip(found, moving)]
-    return [None] * (5 + len(bias)) + linear
-
-
-_op = functools.partial(Op, leads=(0, 1))
-_chunked = functools.partial(_op, undivided=_undivided)
+_chunked = functools.partial(Op, leads=(0, 1), undivided=_undivided)
 _of_gradients = functools.partial(_chunked, batch=_batch_groups, before=_checked)
 statistics = _chunked(
     "cross_entropy_statistics",
@@ -628,6 +597,7 @@ statistics = _chunked(
     dims=_dims("xwrb", "rrr"),
     body=_statistics_body,
     batch=batch_rows,
+    formula=define_lse,
 )
 argmax = _chunked(
     "cross_entropy_argmax",
@@ -648,12 +618,36 @@ gradients = _of_gradients(
     dims=_dims("xwrrrrb", "g"),
     body=_gradients_body,
 )
-tangent = _op(
-    "cross_entropy_tangent",
-    define_tangent,
-    dims=_dims("xwrrrbt", "rr"),
-    transpose=_transpose_tangent,
-)
+
+
+def lse_tangents(
+    spec: Spec,
+    operands: Sequence[Array],
+    found: Sequence[Array],
+    moving: Sequence[Any],
+    order: Order,
+) -> list[Array]:
+    """Returns the tangents of (lse, picked), of operands whose `statistics` were found.
+
+    `moving` are the tangents of x, the kernel and the bias, as far as `spec` wants them.
+    """
+    most, total, _ = found
+    given, wanted = iter(moving), (*spec.wanted, False, *[spec.bias] * (len(operands) - 3))
+    tangents = [next(given) if wants else None for wants in wanted]
+    results, rows = (most, most), (most, total)
+    return tangents_of(statistics, _backward, spec, operands, tangents, results, rows, order)
+
+
+def _backward(
+    spec: Spec, cts: Any, operands: Any, rows: Any, wanted: Any, *, order: Order
+) -> list[Any]:
+    (x, w, labels, *bias), (most, total) = operands, rows
+    dlse, dpicked = [jnp.zeros_like(most) if ct is None else ct for ct in cts]
+    of_bias = wanted[3] if bias else None
+    spec = replace(spec, wanted=(wanted[0], wanted[1]), bias=of_bias)
+    factors = softmax.divided(dlse, total), -dpicked
+    found = iter(gradients(spec, x, w, labels, most, *factors, *bias, order=order))
+    return [next(found) if wants else None for wants in wanted]
 
 
 def _without_gradients(used: list[bool], *live_and_eqn: Any) -> Any:

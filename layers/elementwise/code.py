@@ -12,7 +12,6 @@ from .signature import resolve
 
 DTYPES = tuple(VALUE_TYPES)
 THREADS = 256
-PACKS = 1
 Pairs = tuple[tuple[str, str], ...]
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(<[\w./]+>)", re.MULTILINE)
 
@@ -49,7 +48,6 @@ class Layout:
     masks: tuple[int, ...]  # each operand's collapsed dimensions, bit 0 for the last
     dimensions: int  # number of collapsed dimensions
     vector: int = 1  # neighbouring elements that a thread moves at once
-    packs: int = 1  # vectors a thread
     wide: bool = True  # indices need 64 bits
 
     @property
@@ -60,7 +58,7 @@ class Layout:
     @property
     def tile(self) -> int:
         """Elements of a block (CUDA)."""
-        return THREADS * self.vector * self.packs
+        return THREADS * self.vector
 
     @property
     def is_complex(self) -> bool:
@@ -108,7 +106,7 @@ def cuda_source(function: Function, layout: Layout) -> Source:
     stored, values, masks = _arrays(function, layout, CUDA_TYPES)
     inputs, outputs = range(len(layout.masks)), range(len(layout.masks), len(stored))
     moved = [k for k in inputs if masks[k]]
-    vector, packs, dimensions = layout.vector, layout.packs, range(layout.dimensions)
+    vector, dimensions = layout.vector, range(layout.dimensions)
     index = "long long" if layout.wide else "unsigned"
     arrays = [f"{'const ' * (k in inputs)}{t}* __restrict__ a{k}" for k, t in enumerate(stored)]
     parameters = ", ".join([*arrays, "long long count", *(f"long long n{d}" for d in dimensions)])
@@ -120,9 +118,9 @@ def cuda_source(function: Function, layout: Layout) -> Source:
 
     def load(k: int) -> str:
         how = "load" if masks[k] & 1 else "repeat"
-        return f"p{k}[i] = {how}<{vector}>(a{k} + {place(k)});"
+        return f"const auto p{k} = {how}<{vector}>(a{k} + {place(k)});"
 
-    packed = [f"widen<{values[k]}>(p{k}[i].at(k))" if masks[k] else f"s{k}" for k in inputs]
+    packed = [f"widen<{values[k]}>(p{k}.at(k))" if masks[k] else f"s{k}" for k in inputs]
     single = [f"widen<{values[k]}>(a{k}[{place(k)}])" if masks[k] else f"s{k}" for k in inputs]
     name = f"elementwise_{function.name}"
     text = f"""{"#define USES_COMPLEX" * layout.is_complex}
@@ -137,22 +135,14 @@ extern "C" __global__ void __launch_bounds__({THREADS})
   const long long begin = static_cast<long long>(blockIdx.x) * kTile;
   {_scalars(values, layout)}
   if (begin + kTile <= count && aligned_16({large})) {{
-    const Index mine = static_cast<Index>(begin) + threadIdx.x * {vector};
-    {_each(moved, lambda k: f"Pack<{stored[k]}, {vector}> p{k}[{packs}];")}
+    const Index at = static_cast<Index>(begin) + threadIdx.x * {vector};
+    {_each(moved, load)}
+    {_each(outputs, lambda k: f"Pack<{stored[k]}, {vector}> o{k};")}
 #pragma unroll
-    for (int i = 0; i < {packs}; ++i) {{  // all loads are on their way at once
-      const Index at = mine + i * {THREADS * vector};
-      {_each(moved, load)}
+    for (int k = 0; k < {vector}; ++k) {{
+      {_apply(stored, values, packed, "o{k}.set(k, {y});")}
     }}
-#pragma unroll
-    for (int i = 0; i < {packs}; ++i) {{
-      {_each(outputs, lambda k: f"Pack<{stored[k]}, {vector}> o{k};")}
-#pragma unroll
-      for (int k = 0; k < {vector}; ++k) {{
-        {_apply(stored, values, packed, "o{k}.set(k, {y});")}
-      }}
-      {_each(outputs, lambda k: f"store(a{k} + mine + i * {THREADS * vector}, o{k});")}
-    }}
+    {_each(outputs, lambda k: f"store(a{k} + at, o{k});")}
     return;
   }}
   for (int i = threadIdx.x; i < kTile && begin + i < count; i += {THREADS}) {{

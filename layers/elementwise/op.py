@@ -114,7 +114,7 @@ def layout_of(loop: Loop, operands: Sequence[Any]) -> tuple[Layout, tuple[int, .
     vector = max(1, min(_WORD // min(moved), 2 * _WORD // max(moved)))
     if any(mask not in (0, (1 << len(sizes)) - 1) for mask in masks):
         vector = math.gcd(vector, sizes[-1])  # a thread's elements are of one row
-    layout = Layout(loop.bound, stored, masks, len(sizes), vector, code.PACKS)
+    layout = Layout(loop.bound, stored, masks, len(sizes), vector)
     wide = math.prod(shape) + layout.tile >= 2**32
     return dataclasses.replace(layout, wide=wide), sizes
 

@@ -25,21 +25,13 @@ class Known:
 
     Attributes:
       x: the array.
-      unrounded: nothing was rounded to make it.
+      exact: every device and every order of operations gives these bits, as of integers and
+        booleans. Numbers that were rounded are near what XLA computes: enough for a factor, and not
+        for what jumps (a comparison, a cast to integers).
     """
 
     x: Any
-    unrounded: bool = True
-
-    @functools.cached_property
-    def exact(self) -> bool:
-        """True if every device and every order of operations gives these bits.
-
-        Integers and booleans always do. Numbers that were rounded, or that are subnormal and 0 on
-        some devices, are near what XLA computes: enough for a factor, and not for what jumps (a
-        comparison, a cast to integers).
-        """
-        return self.unrounded and self.normal
+    exact: bool = True
 
     @functools.cached_property
     def normal(self) -> bool:
@@ -55,7 +47,7 @@ class Known:
         same = (self.x == first).all()  # not of NaN
         if same and first == 0 and not _is_integral(self.x.dtype):
             same = (np.signbit(self.x) == np.signbit(first)).all()
-        return Known(np.asarray(first), self.unrounded) if same else None
+        return Known(np.asarray(first), self.exact) if same else None
 
 
 _FLOATS = {np.dtype(d): jnp.finfo(d) for d in ("float16", jnp.bfloat16, "float32", "float64")}
@@ -180,7 +172,7 @@ _MOVES = frozenset((*_LAYOUTS, "concatenate", "select_n"))
 
 def _concatenate(p: Any, out: Any, *operands: Known) -> Known:
     x = np.concatenate([o.x for o in operands], p["dimension"])
-    return Known(x, all(o.unrounded for o in operands))
+    return Known(x, all(o.exact for o in operands))
 
 
 # ---------------------------------------------------------------- elements, one by one
@@ -292,7 +284,7 @@ def _select(p: Any, out: Any, which: Known, *cases: Known) -> Known | None:
     if len(cases) != 2 or which.x.dtype.kind != "b":
         return None
     no, yes = cases
-    return Known(np.where(which.x, yes.x, no.x), no.unrounded and yes.unrounded)
+    return Known(np.where(which.x, yes.x, no.x), no.exact and yes.exact)
 
 
 def _clamp(p: Any, out: Any, low: Known, given: Known, high: Known) -> Known | None:
@@ -301,7 +293,7 @@ def _clamp(p: Any, out: Any, low: Known, given: Known, high: Known) -> Known | N
     if given.x.dtype.kind == "b":  # XLA's compiler takes True for less than False
         return None
     y = np.minimum(np.maximum(given.x, low.x), high.x)
-    return Known(y, low.unrounded and given.unrounded and high.unrounded)
+    return Known(y, low.exact and given.exact and high.exact)
 
 
 def _iota(p: Any, out: Any) -> Known | None:
@@ -353,7 +345,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "reduce_prod": np.prod,
     "reduce_sum": np.sum,
 }
-_layout = lambda move: lambda p, out, given: Known(move(p, given.x), given.unrounded)
+_layout = lambda move: lambda p, out, given: Known(move(p, given.x), given.exact)
 RULES: dict[str, Callable[..., Known | None]] = {
     "clamp": _clamp,
     "concatenate": _concatenate,

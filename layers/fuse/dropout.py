@@ -148,7 +148,7 @@ def _before_a_product(program: Program, v: int) -> str | None:
 
 
 def is_random(program: Program, v: int) -> bool:
-    """Whether a value is made of random numbers."""
+    """Tells if a value is made of random numbers."""
     stack, seen = [v], set()
     while stack:
         made = program.maker.get(stack.pop())

@@ -246,7 +246,7 @@ def written(
         served = "stack and reshape" if one.partial else "its update"
         return [w.update for w in writes], served, lambda *updates: joined(writes, *updates)
     combine, same = (lambda _, u: u, 0) if sets else COMBINED[equation.name[-3:]]
-    if number is not None and number.exact and floats:  # the same bits
+    if number is not None and number.exact and number.normal and floats:  # the same bits
         put = lambda u: one.padded(combine(lax.full_like(u, number.x), u), number.x)
         return [update], "pad", lambda u: put(one.placed(u))
     if sets and max(one.step, default=1) == 1:

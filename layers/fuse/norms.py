@@ -494,7 +494,6 @@ class Normed(Site):
     x_dims: Dims
     rows: tuple[Any, ...]
     features: tuple[Label, ...]
-    heads: int
     examples: int
     aval: Any
     x_aval: Any
@@ -521,7 +520,7 @@ class Normed(Site):
         if vector is None:
             return None
         n = len(self.rows)
-        rows = [*self.rows[: self.examples]] if self.examples else [*self.rows[n - self.heads :]]
+        rows = self.rows[: self.examples]
         w = arrange(read(vector.value), vector.dims, [*rows, self.features])
         w = jnp.expand_dims(w, range(self.examples, n)) if self.examples else w
         offset = 0.0 if vector is self.part.scale else vector.b
@@ -587,7 +586,7 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         raise Left("its axis is no axis of x")
     rows = [tuple(l for l in expand(d) if l not in part.axis) for d in part.dims]
     rows = [r for r in rows if r]
-    examples = heads = 0
+    examples = 0
     vectors = [v for v in (part.scale, part.bias) if v is not None]
     own = [tuple(l for l in atoms(v.dims) if l not in part.axis) for v in vectors]
     if any(own):
@@ -595,17 +594,13 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         if len(labels) > 1:
             raise Left("its scale and its shift differ along different dimensions")
         (which,) = labels
-        last = [l for r in rows[len(rows) - 1 :] for l in r]
-        if set(last) == which and all(own) and not part.bias and not part.centred:
-            heads = 1
-        else:
-            split = [[l] for r in rows for l in r]
-            count = len(which)
-            if {l for (l,) in split[:count]} != which or count == len(split):
-                raise Left("its scale differs along dimensions that are not the first")
-            rows, examples = [tuple(r) for r in split], count
-            if not all(own):
-                raise Left("a scale of each example and a shift of all")
+        split = [[l] for r in rows for l in r]
+        count = len(which)
+        if {l for (l,) in split[:count]} != which or count == len(split):
+            raise Left("its scale differs along dimensions that are not the first")
+        rows, examples = [tuple(r) for r in split], count
+        if not all(own):
+            raise Left("a scale of each example and a shift of all")
     if part.scale is not None and part.scale.a != 1 and part.scale.b != 0:
         raise Left("its scale is multiplied by a number, and another is added")
     if part.rounded is not None and part.scale is not None:
@@ -618,7 +613,7 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
     added = _added(g, part.x)
     outs = (value,) if len(added) == 1 else (value, part.x)
     name = "layer_norm" if part.centred else "rms_norm"
-    owner = ", with heads" if heads else ", with examples" if examples else ""
+    owner = ", with examples" if examples else ""
     reads = [*added, *[v.value for v in vectors]]
     count = math.prod(x_aval.shape) // n
     return Normed(
@@ -632,7 +627,6 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         x_dims=x_dims,
         rows=tuple(rows),
         features=features,
-        heads=heads,
         examples=examples,
         aval=aval,
         x_aval=x_aval,

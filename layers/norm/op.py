@@ -19,8 +19,9 @@ References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:19
 and Hinton, "Layer Normalization", arXiv:1607.06450.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -30,15 +31,32 @@ import numpy as np
 from jax import Array
 from jax.interpreters import ad
 
-from ...native import registry
-from ...native.dtypes import compute_dtype, promoted, rounded
 from ...native.implementation import Implementation, Order, order_of
-from ...native.kernel import Kernel, result_types
-from ...native.launch import call_host
 from ..core.arguments import dimensions, finite, floating, floating_dtype
 from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
-from . import cuda
-from .spec import Norm
+from .cuda import combined
+from .kernels import (
+    apply_kernel,
+    backward_apply_kernel,
+    backward_kernel,
+    forward_kernel,
+    row_dots_kernel,
+    row_statistics_kernel,
+)
+from .spec import (
+    PARAMETERS,
+    STATISTICS,
+    Norm,
+    add,
+    against,
+    along_rows,
+    centred_of,
+    define_backward,
+    define_forward,
+    define_tangent,
+    rows_of,
+    rstd_of,
+)
 
 Cast = Literal["after", "before"]
 """When x̂ is rounded: after it is multiplied by scale, or before as well."""
@@ -76,7 +94,8 @@ def rms_norm(
         Where these are x's last axes, scale may have more dimensions before them, which broadcast
         against x as in NumPy: (heads, features) is a scale for each head of x (..., heads,
         features), and (batch, 1, features), `scale[:, None]`, one for each example of x (batch,
-        tokens, features), as in AdaLN. Pallas kernels take one scale for all rows.
+        tokens, features), as in AdaLN. Where these are not x's first dimensions kernels transpose
+        x first; Pallas kernels take one scale for all rows.
       bias: as scale; the two broadcast against each other.
       residual: added to x; x's shape and any of those dtypes.
       eps: added to the mean square; finite, at least 0.
@@ -172,8 +191,7 @@ def layer_norm(
 
     Takes, returns and raises what `rms_norm` does, in as many passes; two values a row are
     exchanged where a normalised axis is split. The mean is computed first, so that a mean much
-    larger than the deviation costs no digits of it. Kernels take a scale of each head only after a
-    transposition of x.
+    larger than the deviation costs no digits of it.
 
     References:
       Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450; Peebles and Xie, "Scalable
@@ -235,13 +253,16 @@ def check(
                 f"{op}: residual_dtype is the dtype of x + residual, got {residual_dtype} without "
                 "a residual; give residual, or dtype for the dtype of y"
             )
+    out_dtype = floating_dtype(op, dtype, x.dtype)
+    dtypes = {out_dtype, residual_dtype, *[a.dtype.name for a in (x, *more, *parameters)]}
     norm = Norm(
         op=op,
         axes=axes,
         heads=heads,
         eps=finite(op, "eps", eps, least=0),
         scale_offset=offset,
-        out_dtype=floating_dtype(op, dtype, x.dtype),
+        out_dtype=out_dtype,
+        compute="float64" if "float64" in dtypes else "float32",
         residual_dtype=residual_dtype or "",
         has_residual=bool(more),
         has_scale=scale is not None or bool(heads),
@@ -317,455 +338,86 @@ def results_of(norm: Norm, results: list[Array]) -> Any:
     return tuple(results[:2]) if norm.has_residual else results[0]
 
 
-# ---------------------------------------------------------------- definitions, in plain JAX
-# Every kernel is held to these. `scale` and `bias` have the shape of the normalised axes, in
-# increasing order, after that of the heads; `mean`, `rstd`, `squares`, `sums` and `dots` have that
-# of all but the normalised axes of x. Operands and results called mean and sums exist where the
-# norm is centred.
-
-
-def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
-    """Returns the dimensions of x that parameters do not have."""
-    return tuple(i for i in range(x.ndim) if i not in (*norm.heads, *norm.axes))
-
-
-def along_rows(norm: Norm, value: Array) -> Array:
-    """Broadcasts one value a row against x."""
-    return jnp.expand_dims(value, norm.axes)
-
-
-def weight_of(norm: Norm, operands: list[Array], x: Array, dtype: jnp.dtype) -> Array:
-    """Takes scale off `operands`; returns scale + scale_offset against x, or 1 if there is none."""
-    if not norm.has_scale:
-        return jnp.ones((), dtype)
-    scale = operands.pop(0).astype(dtype) + jnp.asarray(norm.scale_offset, dtype)
-    return jnp.expand_dims(scale, rows_of(norm, x))
-
-
-def bias_of(norm: Norm, operands: list[Array], x: Array, dtype: jnp.dtype) -> Array | None:
-    """Takes bias off `operands`; returns it against x, or None if there is none."""
-    if not norm.has_bias:
-        return None
-    return jnp.expand_dims(operands.pop(0).astype(dtype), rows_of(norm, x))
-
-
-def plus(y: Array, bias: Array | None) -> Array:
-    return y if bias is None else y + bias
-
-
-def statistics_of(norm: Norm, wide: Array) -> tuple[Array, list[Array], Array]:
-    """Returns x − mean, [mean] and Σ (x − mean)² of each row; if not centred x, [] and Σ x²."""
-    if not norm.centred:
-        return wide, [], jnp.sum(wide * wide, norm.axes)
-    # Rounding moves a mean that is large: what is left of it is the mean of the differences. No
-    # derivative is lost, for the mean of differences to any constant has that of the mean.
-    rough = jax.lax.stop_gradient(jnp.mean(wide, norm.axes))
-    apart = wide - along_rows(norm, rough)
-    rest = jnp.mean(apart, norm.axes)
-    centred = apart - along_rows(norm, rest)
-    return centred, [rough + rest], jnp.sum(centred * centred, norm.axes)
-
-
-def rstd_of(norm: Norm, squares: Array, count: int) -> Array:
-    """Returns 1 / the root of the mean of `count` squares a row."""
-    size = jnp.asarray(count, squares.dtype)
-    return jax.lax.rsqrt(squares / size + jnp.asarray(norm.eps, squares.dtype))
-
-
-def centred_of(norm: Norm, x: Array, others: list[Array], dtype: jnp.dtype) -> Array:
-    """Takes mean off `others` if the norm is centred; returns x − mean, or x."""
-    wide = x.astype(dtype)
-    return wide - along_rows(norm, others.pop(0).astype(dtype)) if norm.centred else wide
-
-
-def normal_of(norm: Norm, x: Array, others: list[Array], dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Takes the statistics off `others`; returns x̂, and rstd against x."""
-    centred = centred_of(norm, x, others, dtype)
-    rstd = along_rows(norm, others.pop(0).astype(dtype))
-    return centred * rstd, rstd
-
-
-def scaled(norm: Norm, normal: Array, x: Array, parameters: list[Array], dtype: jnp.dtype) -> Array:
-    """Returns x̂ · w + bias, with x̂ rounded as x is if `cast_before`."""
-    normal = rounded(normal, x.dtype) if norm.cast_before else normal
-    w, bias = weight_of(norm, parameters, x, dtype), bias_of(norm, parameters, x, dtype)
-    return plus(normal * w, bias).astype(norm.out_dtype)
-
-
-def dtype_of(*operands: Array, out: Any = None) -> jnp.dtype:
-    return compute_dtype(*(a.dtype for a in operands), out)
-
-
-def forward_dtype(norm: Norm, *operands: Array) -> jnp.dtype:
-    return compute_dtype(dtype_of(*operands, out=norm.out_dtype), norm.residual_dtype or None)
-
-
-def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`, h = x + residual being
-    normalised."""
-    dtype, others = forward_dtype(norm, x, *rest), list(rest)
-    h = []
-    if norm.has_residual:
-        x = add(x, others.pop(0), dtype, norm.residual_dtype)
-        h.append(x)
-    centred, mean, squares = statistics_of(norm, x.astype(dtype))
-    rstd = rstd_of(norm, squares, math.prod(x.shape[a] for a in norm.axes))
-    y = scaled(norm, centred * along_rows(norm, rstd), x, others, dtype)
-    return [y, *h, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
-
-
-def add(x: Array, residual: Array, dtype: jnp.dtype, out: Any = "") -> Array:
-    """Returns x + residual in `out`, or the dtype they promote to, added in `dtype`.
-
-    XLA does not normalise the unrounded sum in its place, as it would on GPUs.
-    """
-    out = out or promoted(x.dtype, residual.dtype)
-    return rounded(x.astype(dtype) + residual.astype(dtype), out).astype(out)
-
-
-def define_row_statistics(norm: Norm, x: Array) -> list[Array]:
-    """`x -> ([mean,] Σ (x − mean)²)`, one value a row each."""
-    _, mean, squares = statistics_of(norm, x.astype(compute_dtype(x.dtype)))
-    return [*mean, squares]
-
-
-def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """`(x[, scale][, bias][, mean], rstd) -> y`, for statistics that are already known."""
-    dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    known = [others.pop() for _ in range(1 + norm.centred)][::-1]
-    normal, _ = normal_of(norm, x, known, dtype)
-    return [scaled(norm, normal, x, others, dtype)]
-
-
-def define_row_dots(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale][, mean]) -> ([Σ dy · w,] Σ dy · w · (x − mean))`, one value a row each."""
-    dtype, others = dtype_of(dy, x, *rest), list(rest)
-    g = dy.astype(dtype) * weight_of(norm, others, x, dtype)
-    dots = jnp.sum(g * centred_of(norm, x, others, dtype), norm.axes)
-    return [*[jnp.sum(g, norm.axes) for _ in range(norm.centred)], dots]
-
-
-def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale][, mean], rstd[, dh][, sums], dots) -> (dx[, dscale][, dbias])`.
-
-    `sums` and `dots` are what `define_row_dots` gives of the whole row.
-    """
-    dtype, others = dtype_of(dy, x, *rest), list(rest)
-    w = weight_of(norm, others, x, dtype)
-    normal, rstd = normal_of(norm, x, others, dtype)
-    dh = others.pop(0).astype(dtype) if norm.has_residual else jnp.zeros((), dtype)
-    count = jnp.asarray(norm.count, dtype)
-    *mean_g, mean_dot = (along_rows(norm, a.astype(dtype)) / count for a in others)
-    dy = dy.astype(dtype)
-    g = dy * w - mean_g[0] if norm.centred else dy * w
-    # x̂ · rstd · mean in an order that rstd³ cannot overflow or vanish in
-    dx = (rstd * (g - normal * (rstd * mean_dot)) + dh).astype(x.dtype)
-    dscale = [jnp.sum(dy * normal, rows_of(norm, x)) for _ in range(norm.with_dscale)]
-    return [dx, *dscale, *[jnp.sum(dy, rows_of(norm, x)) for _ in range(norm.with_dbias)]]
-
-
-def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias])`; dh is of x + residual."""
-    sums = define_row_dots(norm, dy, x, *rest[: norm.has_scale + norm.centred])
-    known = replace(norm, count=math.prod(x.shape[a] for a in norm.axes))
-    return define_backward_apply(known, dy, x, *rest, *sums)
-
-
-def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """The tangents of y and h:
-    `(h[, scale][, mean], rstd[, dh][, dscale][, dbias]) -> (dy[, dh])`.
-
-    h is a result only with a residual, and only moves if dh does.
-    """
-    dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w = weight_of(norm, others, x, dtype)
-    normal, rstd = normal_of(norm, x, others, dtype)
-    dy, dh = jnp.zeros((), dtype), []
-    mean = lambda value: jnp.mean(value, norm.axes, keepdims=True)
-    if norm.moves[0]:
-        dx = others.pop(0)
-        dh, wide = [dx] * norm.has_residual, dx.astype(dtype)
-        along = normal * mean(normal * wide)
-        dy = w * rstd * ((wide - mean(wide) if norm.centred else wide) - along)
-    if norm.moves[1]:
-        dy = dy + normal * jnp.expand_dims(others.pop(0).astype(dtype), rows_of(norm, x))
-    if norm.moves[2]:
-        dbias = jnp.expand_dims(others.pop(0).astype(dtype), rows_of(norm, x))
-        dy = dy + jnp.broadcast_to(dbias, x.shape)
-    return [dy.astype(norm.out_dtype), *dh]
-
-
-# ---------------------------------------------------------------- kernels, on (outer, n, inner)
-# `forward` and `backward` do the whole work where a device holds whole rows. Where rows are split
-# over devices, `row_statistics` then `apply`, and `row_dots` then `backward_apply`, do it around
-# one exchange.
-
-# Elements of x up to which XLA's forward is left alone on a GPU, where no derivative asks for rstd
-# and there is more than a row: as fast as ours, it is free to join the product that follows.
-# Chains of 24 × (norm + product) on 64 rows of 1024 took 1.11 and 1.16 times as long with our
-# launches (benchmarks/results/tried_and_lost.md).
-PLAIN_ELEMENTS = 1 << 16
-
-
-def _plain_forward_on_cuda(norm: Norm, x: Any, *_: Any) -> bool:
-    return not (norm.centred or norm.with_rstd) and x.shape[0] > 1 and x.size <= PLAIN_ELEMENTS
-
-
-def _cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
-    """Returns the body that calls a C++ handler with these attributes of the norm."""
-
-    def call(norm: Norm, *operands: Array) -> list[Array]:
-        if norm.per_example and norm.has_scale and name != "row_statistics":
-            return _per_example_on_cpu(name, call, norm, *operands)
-        types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
-        flat = types
-        if norm.heads:
-            operands = cuda.flat(norm, operands)
-            sums = range(1, 1 + norm.with_dscale + norm.with_dbias)
-            flat = [cuda.flat_struct(t, i in sums) for i, t in enumerate(types)]
-        values: dict[str, Any] = {name: getattr(norm, name) for name in attributes}
-        values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
-        results = call_host(f"normfuse_norm_{name}", operands, flat, **values)
-        return [a.reshape(t.shape) for a, t in zip(results, types)] if norm.heads else results
-
-    return call
-
-
-def _per_example_on_cpu(
-    name: str, call: Callable[..., list[Array]], norm: Norm, *operands: Array
-) -> list[Array]:
-    """Rows alone in C++, with scale and bias of each example, and their sums, in XLA's loops."""
-    own = {"has_scale": False, "has_bias": False, "scale_offset": 0.0}
-    alone = replace(norm, **own, with_dscale=False, with_dbias=False)
-    if name in ("forward", "apply"):
-        at = 2 if norm.has_residual and name == "forward" else 1
-        parameters = list(operands[at : at + 1 + norm.has_bias])
-        dtype = forward_dtype(norm, *operands)
-        known = *operands[:at], *operands[at + len(parameters) :]
-        y, *others = call(replace(alone, out_dtype=dtype.name), *known)
-        w = weight_of(norm, parameters, y, dtype)
-        y = plus(y * w, bias_of(norm, parameters, y, dtype))
-        return [y.astype(norm.out_dtype), *others]
-    dy, x, scale, *known = operands
-    dtype, rows = dtype_of(*operands), rows_of(norm, x)
-    wide = dy.astype(dtype)
-    results = call(alone, wide * weight_of(norm, [scale], x, dtype), x, *known)
-    if name == "row_dots":
-        return results
-    normal, _ = normal_of(norm, x, known, dtype)
-    dscale = [jnp.sum(wide * normal, rows) for _ in range(norm.with_dscale)]
-    return [*results, *dscale, *[jnp.sum(wide, rows) for _ in range(norm.with_dbias)]]
-
-
-def _kernel(
-    name: str,
-    definition: Callable[..., Any],
-    on_cuda: Callable[..., Any],
-    *attributes: str,
-    **options: Any,
-) -> Kernel:
-    """Returns a kernel whose C++ handler has the norm's `attributes`; Pallas's has its name."""
-
-    def pallas(target: Any, norm: Norm, *operands: Array) -> list[Array]:
-        from . import pallas  # imported when it is first used
-
-        return pallas.KERNELS[name](target, norm, *operands)
-
-    cpu = _cpu_body(name, definition, *attributes)
-    return Kernel(
-        f"norm_{name}", definition, {"cpu": cpu, "cuda": on_cuda, "pallas": pallas}, **options
-    )
-
-
-registry.register()
-_WEIGHT = ("centred", "scale_offset", "has_scale")
-_GRADIENT = (*_WEIGHT, "has_residual", "with_dscale", "with_dbias")
-forward_kernel = _kernel(
-    "forward",
-    define_forward,
-    cuda.forward,
-    *("eps", *_WEIGHT, "cast_before", "has_bias", "has_residual", "with_mean", "with_rstd"),
-    plain_on_cuda=_plain_forward_on_cuda,
-)
-row_statistics_kernel = _kernel(
-    "row_statistics", define_row_statistics, cuda.row_statistics, "centred"
-)
-apply_kernel = _kernel("apply", define_apply, cuda.apply, *_WEIGHT, "cast_before", "has_bias")
-backward_kernel = _kernel("backward", define_backward, cuda.backward, *_GRADIENT)
-row_dots_kernel = _kernel("row_dots", define_row_dots, cuda.row_dots, *_WEIGHT)
-backward_apply_kernel = _kernel(
-    "backward_apply", define_backward_apply, cuda.backward_apply, "count", *_GRADIENT
-)
-
-
-def examples(
-    n: int,
-    x: str,
-    scale: str,
-    out: str,
-    *,
-    rows: int,
-    scale_offset: float = 0.0,
-    centred: bool = False,
-) -> Iterator[tuple[Kernel, Norm, list[jax.ShapeDtypeStruct]]]:
-    """Yields every kernel on rows of `n` as the functions call it: (kernel, norm, operand types).
-
-    Args:
-      n: the length of a row.
-      x, scale, out: dtypes of x, scale (and bias) and y (and dy).
-      rows: how many.
-      scale_offset: as for `rms_norm`.
-      centred: LayerNorm's, with a bias, rather than RMSNorm's.
-    """
-    compute = compute_dtype(x, scale, out)
-    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    large, dy = struct((rows, n, 1), x), struct((rows, n, 1), out)
-    row, w = struct((rows, 1), compute), struct((n,), scale)
-    op = "layer_norm" if centred else "rms_norm"
-    base = Norm(op=op, centred=centred, eps=1e-6, out_dtype=out)
-    known, sums = [row] * (1 + base.centred), [row] * (1 + base.centred)
-    for parameters in ([w, w], [w], []) if centred else ([w], []):
-        weight, bias = parameters[:1], parameters[1:]
-        norm = replace(base, has_scale=bool(weight), has_bias=bool(bias))
-        norm = replace(norm, scale_offset=scale_offset if weight else 0.0)
-        yield apply_kernel, norm, [large, *parameters, *known]
-        if not bias:
-            yield row_dots_kernel, norm, [dy, large, *weight, *known[1:]]
-        for residual, flag in (([], False), ([large], True), ([], True), ([large], False)):
-            given = replace(norm, has_residual=bool(residual))
-            asked = replace(given, with_mean=flag and centred, with_rstd=flag)
-            yield forward_kernel, asked, [large, *residual, *parameters]
-            if not flag and (bias or residual):  # the same as without a bias
-                continue
-            asked = {"with_dscale": flag and bool(weight), "with_dbias": flag and bool(bias)}
-            gradient = replace(given, has_bias=False, **asked)
-            operands = [dy, large, *weight, *known, *residual]
-            yield backward_kernel, gradient, operands
-            apart = replace(gradient, count=float(n))
-            yield backward_apply_kernel, apart, [*operands, *sums]
-    yield row_statistics_kernel, base, [large]
-
-
 # ---------------------------------------------------------------- one device's share
 
 
-def canonical(norm: Norm, array: Array) -> Array:
-    """Returns the array with its `axes` together, as kernels see it: (outer, n, inner).
+def _parts(norm: Norm, ndim: int) -> list[tuple[int, ...]]:
+    """Returns the dimensions of x that each dimension of what kernels see is made of."""
+    rows = tuple([d for d in range(ndim) if d not in (*norm.heads, *norm.axes)])
+    return [*[norm.heads] * bool(norm.heads), rows, norm.axes]
 
-    With heads: (outer, heads, n); with examples: (examples, tokens, n). A reshape where the
-    dimensions of each are neighbours in this order, which costs nothing; otherwise a transpose
-    before it.
+
+def seen(norm: Norm, name: str, array: Array) -> Array:
+    """Returns the array of this name as kernels see it.
+
+    That is (rows, n), (rows,) or (n,), or where scales differ (examples, tokens, n), (examples,
+    tokens) or (examples, n): a reshape, which costs nothing, where x's dimensions are in this
+    order, and otherwise a transpose before it.
     """
-    if norm.heads:
-        parts = _parts(norm, array.ndim)
-        sizes = [math.prod(array.shape[d] for d in dims) for dims in parts]
-        return array.transpose([d for dims in parts for d in dims]).reshape(sizes)
-    axes, first = norm.axes, norm.axes[0]
-    if axes != tuple(range(first, first + len(axes))):
-        array = jnp.moveaxis(array, axes, range(first, first + len(axes)))
-    shape = array.shape
-    sizes = [math.prod(s) for s in (shape[:first], shape[first : first + len(axes)])]
-    return array.reshape(*sizes, math.prod(shape[first + len(axes) :]))
+    if name in PARAMETERS:
+        shape = [math.prod(array.shape[: len(norm.heads)])] * bool(norm.heads)
+        return array.reshape(*shape, -1)
+    if name in STATISTICS:
+        return seen(norm, "X", along_rows(norm, array)).squeeze(-1)
+    parts = _parts(norm, array.ndim)
+    sizes = [math.prod([array.shape[d] for d in dims]) for dims in parts]
+    return array.transpose([d for dims in parts for d in dims]).reshape(sizes)
 
 
-def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `canonical`."""
-    if norm.heads:
-        order = [d for dims in _parts(norm, len(shape)) for d in dims]
-        return array.reshape([shape[d] for d in order]).transpose(np.argsort(order))
-    axes, first = norm.axes, norm.axes[0]
-    block = tuple(range(first, first + len(axes)))
-    others = [n for i, n in enumerate(shape) if i not in axes]
-    array = array.reshape(*others[:first], *[shape[a] for a in axes], *others[first:])
-    return array if axes == block else jnp.moveaxis(array, block, axes)
-
-
-def row_values(norm: Norm, array: Array) -> Array:
-    """Returns a row statistic as kernels see it: (outer, inner), (outer, heads) or
-    (examples, tokens)."""
-    if norm.heads:
-        return canonical(norm, along_rows(norm, array)).squeeze(2)
-    return array.reshape(math.prod(array.shape[: norm.axes[0]]), -1)
-
-
-def restore_row_values(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `row_values`, for x of this shape."""
-    if norm.heads:
+def restored(norm: Norm, name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `seen`, for x of this shape."""
+    if name in PARAMETERS:
+        return array.reshape([shape[a] for a in (*norm.heads, *norm.axes)])
+    if name in STATISTICS:
         shape = tuple(1 if i in norm.axes else n for i, n in enumerate(shape))
-        return restore(norm, array, shape).squeeze(norm.axes)
-    return array.reshape([n for i, n in enumerate(shape) if i not in norm.axes])
-
-
-def _parts(norm: Norm, ndim: int) -> tuple[Sequence[int], ...]:
-    """The dimensions that those which kernels see are made of, where there are heads."""
-    rows = [d for d in range(ndim) if d not in (*norm.heads, *norm.axes)]
-    both = (norm.heads, rows) if are_examples(norm) else (rows, norm.heads)
-    return *both, norm.axes
+        return restored(norm, "X", array, shape).squeeze(norm.axes)
+    order = [d for dims in _parts(norm, len(shape)) for d in dims]
+    return array.reshape([shape[d] for d in order]).transpose(np.argsort(order))
 
 
 def are_examples(norm: Norm) -> bool:
-    """Returns True if scale has x's first dimensions, with others of x between them and `axes`.
-
-    LayerNorm's kernels take examples alone: there vmap may have put rows before them, or none is
-    between.
-    """
+    """Returns True if scale has x's first dimensions, with others of x between them and `axes`."""
     count = len(norm.heads)
-    first = norm.heads == tuple(range(count)) and norm.axes[0] > count
-    return count > 0 and (first or norm.centred)
+    return norm.heads == tuple(range(count)) and norm.axes[0] > count > 0
 
 
 def local(norm: Norm, **changes: Any) -> Norm:
     """The norm as kernels see it."""
-    if are_examples(norm):
-        return replace(norm, axes=(2,), heads=(0,), per_example=True, **changes)
-    if norm.heads:
-        return replace(norm, axes=(2,), heads=(1,), **changes)
-    return replace(norm, axes=(1,), **changes)
-
-
-def parameter_values(norm: Norm, array: Array) -> Array:
-    """Returns a parameter as kernels see it: (n,), or (heads, n)."""
-    if not norm.heads:
-        return array.reshape(-1)
-    return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
+    axes, heads = ((2,), (0,)) if norm.heads else ((1,), ())
+    return replace(norm, axes=axes, heads=heads, **changes)
 
 
 def forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
     if x.size == 0:
         return define_forward(norm, x, *rest)
-    large = [canonical(norm, a) for a in (x, *rest[: norm.has_residual])]
-    parameters = [parameter_values(norm, a) for a in rest[norm.has_residual :]]
+    names, results = norm.names("forward")
+    operands = [seen(norm, name, a) for name, a in zip(names, (x, *rest))]
     if split.over(norm.axes):
-        results = _forward_over_devices(norm, split, large, parameters, order)
+        values = _forward_over_devices(norm, split, operands, order)
     else:
-        results = forward_kernel(local(norm), *large, *parameters, order=order)
-    return [
-        (restore if i <= norm.has_residual else restore_row_values)(norm, a, x.shape)
-        for i, a in enumerate(results)
-    ]
+        values = forward_kernel(local(norm), *operands, order=order)
+    return [restored(norm, name, a, x.shape) for name, a in zip(results, values)]
 
 
 def _forward_over_devices(
-    norm: Norm, split: Split, large: list[Array], parameters: list[Array], order: Order
+    norm: Norm, split: Split, operands: list[Array], order: Order
 ) -> list[Array]:
     """Each device has a part of every row: one exchange between two kernels."""
-    here, dtype = local(norm), forward_dtype(norm, *large, *parameters)
-    h = add(large[0], large[1], dtype, norm.residual_dtype) if norm.has_residual else large[0]
-    wide = h.astype(dtype) if dtype == jnp.float64 else h  # it sees no parameter, no dtype of y
-    *mean, rstd = statistics_over_devices(norm, split, wide, order)
-    y = apply_kernel(here, h, *parameters, *mean, rstd, order=order)
+    h, *parameters = operands
+    if norm.has_residual:
+        h = add(norm, h, parameters.pop(0))
+    *mean, rstd = statistics_over_devices(norm, split, h, order)
+    y = apply_kernel(local(norm), h, *parameters, *mean, rstd, order=order)
     return [*y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
 
 
 def statistics_over_devices(norm: Norm, split: Split, h: Array, order: Order) -> list[Array]:
     """Returns `[mean,] rstd` of rows of which each device has a part, as kernels see them."""
-    here = local(norm)
-    *mean, squares = row_statistics_kernel(here, h, order=order)
+    *mean, squares = row_statistics_kernel(local(norm), h, order=order)
     if norm.centred:
         own = jnp.stack([*mean, squares])
         means, parts = jnp.moveaxis(jax.lax.all_gather(own, split.over(norm.axes)), 1, 0)
-        size = jnp.asarray(h.shape[here.axes[0]], squares.dtype)
-        of_all, squares = cuda.combined(means, parts, size)
+        of_all, squares = combined(means, parts, jnp.asarray(h.shape[-1], squares.dtype))
         mean = [of_all]
     else:
         squares = split.psum(squares, norm.axes)
@@ -784,21 +436,16 @@ def backward_body(
     rows = rows_of(norm, x)
     if x.size == 0:
         dx, *more = define_backward(norm, dy, x, *rest)
-        return [dx, *[split.psum(d, rows) for d in more]]
-    scale, statistics = rest[: norm.has_scale], rest[norm.has_scale :]
-    statistics, dh = statistics[: 1 + norm.centred], statistics[1 + norm.centred :]
-    large = [canonical(norm, a) for a in (dy, x)]
-    operands = [*large, *[parameter_values(norm, a) for a in scale]]
-    operands += [row_values(norm, a) for a in statistics]
-    operands += [canonical(norm, a) for a in dh]
-    if split.over(norm.axes):
-        dx, *more = _backward_over_devices(norm, split, operands, order)
     else:
-        dx, *more = backward_kernel(local(norm), *operands, order=order)
-    shape = tuple(x.shape[a] for a in (*norm.heads, *norm.axes))
+        names, results = norm.names("backward")
+        operands = [seen(norm, name, a) for name, a in zip(names, (dy, x, *rest))]
+        if split.over(norm.axes):
+            values = _backward_over_devices(norm, split, operands, order)
+        else:
+            values = backward_kernel(local(norm), *operands, order=order)
+        dx, *more = [restored(norm, name, a, x.shape) for name, a in zip(results, values)]
     # dscale and dbias are summed over exactly the mesh axes that the rows use
-    sums = [split.psum(d, rows).reshape(shape) for d in more]
-    return [restore(norm, dx, x.shape), *sums]
+    return [dx, *[split.psum(d, rows) for d in more]]
 
 
 def _backward_over_devices(
@@ -812,38 +459,17 @@ def _backward_over_devices(
 
 
 # ---------------------------------------------------------------- sharding
-# Operands and results by the dimensions of x they have: all of them, the rows, or the axes.
 
 
-def dims_of(norm: Norm, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...], Loose]:
-    """The dimensions of x, of a row's statistic and of a parameter."""
-    rows = tuple(i for i in range(ndim) if i not in norm.axes)
-    return tuple(range(ndim)), rows, Loose((*norm.heads, *norm.axes))
-
-
-def forward_dims(norm: Norm, ndim: int) -> Dims:
-    """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`"""
-    x, rows, scale = dims_of(norm, ndim)
-    more = [x] * norm.has_residual
-    parameters = [scale] * (norm.has_scale + norm.has_bias)
-    return (x, *more, *parameters), (x, *more, *[rows] * (norm.with_mean + norm.with_rstd))
-
-
-def backward_dims(norm: Norm, ndim: int) -> Dims:
-    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias])`"""
-    x, rows, scale = dims_of(norm, ndim)
-    known = [*[scale] * norm.has_scale, *[rows] * (1 + norm.centred)]
-    sums = [scale] * (norm.with_dscale + norm.with_dbias)
-    return (x, x, *known, *[x] * norm.has_residual), (x, *sums)
-
-
-def tangent_dims(norm: Norm, ndim: int) -> Dims:
-    """`(h[, scale][, mean], rstd[, dh][, dscale][, dbias]) -> (dy[, dh])`"""
-    x, rows, scale = dims_of(norm, ndim)
-    known = [*[scale] * norm.has_scale, *[rows] * (1 + norm.centred)]
-    moving = [*[x] * norm.moves[0], *[scale] * sum(norm.moves[1:])]
-    results = (x, *[x] * (norm.has_residual and norm.moves[0]))
-    return (x, *known, *moving), results
+@functools.lru_cache(maxsize=1024)
+def dims_of(kernel: str, norm: Norm, ndim: int) -> Dims:
+    """Returns the dimensions of x that operands and results of a kernel have, by their names."""
+    rows = tuple([i for i in range(ndim) if i not in norm.axes])
+    loose = Loose((*norm.heads, *norm.axes))
+    of = dict.fromkeys(STATISTICS, rows) | dict.fromkeys(PARAMETERS, loose)
+    operands, results = norm.names(kernel)
+    of |= {name: tuple(range(ndim)) for name in (*operands, *results) if name not in of}
+    return tuple([of[name] for name in operands]), tuple([of[name] for name in results])
 
 
 def batched(norm: Norm, at: int) -> Norm:
@@ -855,28 +481,27 @@ def batched(norm: Norm, at: int) -> Norm:
 # ---------------------------------------------------------------- vmap over a parameter
 
 
-def _forward_unfused(norm: Norm, x: Array, *rest: Array, order: Order) -> list[Array]:
+def _bare(norm: Norm, **changes: Any) -> Norm:
+    """The norm without parameters."""
+    return replace(norm, has_scale=False, has_bias=False, heads=(), scale_offset=0.0, **changes)
+
+
+def _forward_unfused(norm: Norm, *operands: Array, order: Order) -> list[Array]:
     """Normalises on kernels; applies scale and bias of each example's own in plain JAX."""
-    dtype = forward_dtype(norm, x, *rest)
-    residual, parameters = rest[: norm.has_residual], list(rest[norm.has_residual :])
-    alone = replace(norm, has_scale=False, has_bias=False, heads=(), scale_offset=0.0)
-    y, *others = forward(replace(alone, out_dtype=dtype.name), x, *residual, order=order)
-    w, bias = weight_of(norm, parameters, x, dtype), bias_of(norm, parameters, x, dtype)
-    return [plus(y * w, bias).astype(norm.out_dtype), *others]
+    wide, large = against("forward", norm, operands), operands[: 1 + norm.has_residual]
+    y, *others = forward(_bare(norm, out_dtype=norm.compute), *large, order=order)
+    y = y * wide["W"]
+    return [(y + wide["BIAS"] if norm.has_bias else y).astype(norm.out_dtype), *others]
 
 
 def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Order) -> list[Array]:
     """dx on kernels, with dy scaled by each example's own scale; the sums in plain JAX."""
-    dtype, rows = dtype_of(dy, x, *rest), rows_of(norm, x)
-    wide, others = dy.astype(dtype), list(rest)
-    g = wide * weight_of(norm, others, x, dtype)
-    alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0)
-    alone = replace(alone, with_dscale=False, with_dbias=False)
-    results = backward(alone, g, x, *others, order=order)
+    wide, rows = against("backward", norm, (dy, x, *rest)), rows_of(norm, x)
+    bare = _bare(norm, with_dscale=False, with_dbias=False)
+    results = backward(bare, wide["DY"] * wide["W"], x, *rest[norm.has_scale :], order=order)
     if norm.with_dscale:
-        results.append(jnp.sum(wide * normal_of(norm, x, others, dtype)[0], rows))
-    results += [jnp.sum(wide, rows)] * norm.with_dbias
-    return results
+        results.append(jnp.sum(wide["DY"] * centred_of(wide) * wide["RSTD"], rows))
+    return results + [jnp.sum(wide["DY"], rows)] * norm.with_dbias
 
 
 # ---------------------------------------------------------------- derivative
@@ -922,9 +547,10 @@ def _statistics_tangents(norm: Norm, x: Array, statistics: list[Array], dx: Any)
     """The tangents of [mean,] rstd."""
     if type(dx) is ad.Zero:
         return [ad.Zero(jax.typeof(a).to_tangent_aval()) for a in statistics]
-    rstd = statistics[-1]
-    wide, (normal, _) = dx.astype(rstd.dtype), normal_of(norm, x, list(statistics), rstd.dtype)
-    along = jnp.mean(normal * wide, norm.axes)
+    rstd, wide = statistics[-1], dx.astype(norm.compute)
+    bare = replace(_bare(norm), moves=(False,) * 3)
+    known = against("tangent", bare, (x, *statistics))
+    along = jnp.mean(centred_of(known) * known["RSTD"] * wide, norm.axes)
     means = [jnp.mean(wide, norm.axes) for _ in range(norm.centred)]
     return [*means, -rstd * (rstd * along)]
 
@@ -987,14 +613,14 @@ def _transpose_backward(
 tangent = Op(
     "norm_tangent",
     define_tangent,
-    dims=tangent_dims,
+    dims=functools.partial(dims_of, "tangent"),
     batched=batched,
     transpose=_transpose_tangent,
 )
 backward = Op(
     "norm_gradient",
     define_backward,
-    dims=backward_dims,
+    dims=functools.partial(dims_of, "backward"),
     body=backward_body,
     leads=(1,),
     unfused=_backward_unfused,
@@ -1005,7 +631,7 @@ backward = Op(
 forward = Op(
     "norm",
     define_forward,
-    dims=forward_dims,
+    dims=functools.partial(dims_of, "forward"),
     body=forward_body,
     unfused=_forward_unfused,
     batched=batched,

@@ -1,11 +1,10 @@
-"""The norms in Pallas, on (outer, n, inner) arrays.
+"""The norms in Pallas, on (rows, n) arrays.
 
-Rows are made contiguous first: where `inner` is not one that is a transpose before the kernel and
-one after it. Rows too long for a kernel to hold are read twice, a sum over each and then the rest,
-or if centred three times. Elements beyond a row are zeros, which differences to a mean are not:
-those are masked.
+Rows too long for a kernel to hold are read twice, a sum over each and then the rest, or if centred
+three times. Elements beyond a row are zeros, which differences to a mean are not: those are masked.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,227 +13,191 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...native.dtypes import compute_dtype, promoted
+from ...native.dtypes import promoted
 from ...native.implementation import Unsupported
 from ...native.pallas import blocks, lowering
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Arrays, Call, Out, before
-from .spec import Norm
+from .spec import PARAMETERS, STATISTICS, Norm
 
-Body = Callable[..., list[Array]]
-
-
-def _kernel_of(run: Callable[..., list[Array]], lead: int, with_columns: bool = False) -> Body:
-    """Returns the kernel `run` as a body; its operand `lead` is x.
-
-    `run` takes and returns flat arrays; a vector is one value a row, or one a column
-    `with_columns`. The body raises `Unsupported` for dtypes or sizes that the platform's kernels do
-    not take.
-    """
-
-    def restored(array: Array, outer: int, n: int, inner: int) -> Array:
-        if array.ndim == 2:
-            return jnp.swapaxes(array.reshape(outer, inner, n), 1, 2)
-        return array if with_columns else array.reshape(outer, inner)
-
-    def call(target: Target, norm: Norm, *operands: Array) -> list[Array]:
-        if norm.heads:
-            raise Unsupported("Pallas kernels take one scale for all heads")
-        if target.gpu:
-            raise Unsupported("the Pallas kernels of norms are for TPUs")
-        dtypes = [a.dtype for a in operands]
-        dtypes += [norm.out_dtype, norm.residual_dtype] if lead == 0 else []
-        dtypes = [dtype for dtype in dtypes if dtype]
-        lowering.require_dtypes(target, *dtypes)
-        family = "layer_norm" if norm.centred else "rms_norm"
-        name = f"pallas_{family}_{run.__name__.lstrip('_')}"  # ends in "forward" and the like
-        rows = Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
-        results = run(rows, norm, *[_flat(a) for a in operands])
-        return [restored(r, *operands[lead].shape) for r in results]
-
-    return call
-
-
-def _flat(array: Array) -> Array:
-    """Returns (outer, n, inner) as (rows, n), (outer, inner) as (rows,), (n,) as it is."""
-    if array.ndim == 3:
-        return jnp.swapaxes(array, 1, 2).reshape(-1, array.shape[1])
-    return array.reshape(-1)
+Values = dict[str, Any]  # of a tile, by the names of `Norm.names`; and "W", the weight, or 1
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The kernels of a platform for rows of n elements."""
+class _Rows:
+    """A kernel of a platform, for rows of n elements."""
 
     target: Target
-    name: str  # the kernel's
+    norm: Norm
+    kernel: str
     n: int
-    compute: jnp.dtype
 
-    def fit(self) -> bool:
-        """Returns whether a kernel can hold whole rows."""
-        return blocks.fits(self.n)
+    def __call__(self, operands: Arrays, body: Callable[[Values], Values], whole: bool) -> Any:
+        """Runs `body` on each tile, or on whole rows."""
+        norm, (names, results) = self.norm, self.norm.names(self.kernel)
+        arrays = dict(zip(names, operands, strict=True))
+        columns = [name for name in names if name in PARAMETERS]
+        rows = [name for name in names if name in STATISTICS]
+        tiles = [name for name in names if name not in (*columns, *rows)]
 
-    def __call__(
-        self,
-        body: Any,
-        tiles: Arrays,
-        columns: Arrays,
-        rows: Arrays,
-        outs: Any,
-        whole: bool = False,
-    ) -> list[Array]:
-        call = Call(self.name, body, tiles, columns, rows, outs, self.compute, whole)
-        return blocks.run(self.target, call)
+        def named(*groups: Arrays) -> list[Any]:
+            values = dict(zip((*tiles, *columns, *rows), [v for group in groups for v in group]))
+            values["W"] = values["SCALE"] + norm.scale_offset if "SCALE" in values else 1
+            found = body(values)
+            return [found[name] for name in results]
+
+        kinds = {"MEAN": "row", "RSTD": "row"} | dict.fromkeys(
+            ("SQUARES", "SUMS", "DOTS"), "row sum"
+        )
+        kinds |= dict.fromkeys(PARAMETERS, "column sum")
+        dtypes = {"Y": norm.out_dtype, "H": stored(norm, arrays), "DX": arrays["X"].dtype}
+        outs = [Out(kinds.get(k, "tile"), jnp.dtype(dtypes.get(k, norm.compute))) for k in results]
+        groups = [[arrays[name] for name in group] for group in (tiles, columns, rows)]
+        return self.run(named, *groups, outs, whole)
+
+    def run(self, body: Any, tiles: Any, columns: Any, rows: Any, outs: Any, whole: bool) -> Any:
+        family = "layer_norm" if self.norm.centred else "rms_norm"
+        name = f"pallas_{family}_{self.kernel}"
+        compute = jnp.dtype(self.norm.compute)
+        return blocks.run(self.target, Call(name, body, tiles, columns, rows, outs, compute, whole))
 
 
-def _weight_of(columns: Arrays, norm: Norm) -> Any:
-    """Returns scale + scale_offset, or 1; scale is the first of the columns."""
-    return columns[0] + norm.scale_offset if norm.has_scale else 1
-
-
-def _scaled(norm: Norm, columns: Arrays, normal: Any, dtype: jnp.dtype) -> Any:
-    """Returns y of a tile, x being of `dtype`; bias is the last of the columns."""
-    normal = normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
-    y = normal * _weight_of(columns, norm)
-    return y + columns[-1] if norm.has_bias else y
-
-
-def _centred(norm: Norm, x: Any, stats: Sequence[Any]) -> Any:
-    """Returns x − mean, the first of the statistics; or x."""
-    return x - stats[0] if norm.centred else x
+def stored(norm: Norm, arrays: Values) -> Any:
+    """Returns the dtype of x + residual."""
+    x, residual = arrays["X"], arrays.get("RESIDUAL", arrays["X"])
+    return jnp.dtype(norm.residual_dtype or promoted(x.dtype, residual.dtype))
 
 
 def _sum(values: Any, along: int = 1) -> Any:
     return jnp.sum(values, along, keepdims=True)
 
 
-def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    residual, parameters = rest[: norm.has_residual], rest[norm.has_residual :]
-    h_dtype = promoted(x.dtype, residual[0].dtype) if residual else x.dtype
-    h_dtype = jnp.dtype(norm.residual_dtype or h_dtype)
-    known = lambda mean, rstd: [*mean * norm.with_mean, *[rstd] * norm.with_rstd]
-    if not rows.fit():
-        h = x
-        if residual:
-            h = (x.astype(rows.compute) + residual[0].astype(rows.compute)).astype(h_dtype)
-        *mean, squares = _row_statistics(rows, norm, h)
-        rstd = jax.lax.rsqrt(squares / rows.n + norm.eps)
-        y = _apply(rows, norm, h, *parameters, *mean, rstd)
-        return [*y, *[h] * norm.has_residual, *known(mean, rstd)]
+def _scaled(norm: Norm, values: Values, normal: Any, dtype: jnp.dtype) -> Any:
+    """Returns y of a tile, what is normalised being of `dtype`."""
+    normal = normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
+    y = normal * values["W"]
+    return y + values["BIAS"] if norm.has_bias else y
 
-    def body(tiles, columns, _):
-        h, mean = tiles[0], []
-        if residual:  # the norm is of the rounded sum
-            h = (h + tiles[1]).astype(h_dtype).astype(rows.compute)
+
+def _centred(values: Values) -> Any:
+    """Returns x − mean, or x."""
+    return values["X"] - values["MEAN"] if "MEAN" in values else values["X"]
+
+
+def _sums(values: Values) -> Values:
+    """Returns what a tile adds to the sums over rows; g is zero beyond them."""
+    g = values["DY"] * values["W"]
+    return {"SUMS": _sum(g), "DOTS": _sum(g * _centred(values))}
+
+
+def _gradients(norm: Norm, values: Values, sums: Values, count: float) -> Values:
+    """Returns dx of a tile, and what it adds to dscale and dbias; in the definition's order."""
+    dy, rstd, normal = values["DY"], values["RSTD"], _centred(values) * values["RSTD"]
+    g = dy * values["W"] - sums["SUMS"] / count if norm.centred else dy * values["W"]
+    dx = rstd * (g - normal * (rstd * (sums["DOTS"] / count)))
+    dx = dx + values["DH"] if norm.has_residual else dx
+    return {"DX": dx, "DSCALE": _sum(dy * normal, 0), "DBIAS": _sum(dy, 0)}
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def _forward(rows: _Rows, *operands: Array) -> list[Array]:
+    norm, n = rows.norm, rows.n
+    arrays = dict(zip(norm.names("forward")[0], operands))
+    dtype, compute = stored(norm, arrays), jnp.dtype(norm.compute)
+    if not blocks.fits(n):
+        h, *parameters = operands
+        if norm.has_residual:
+            h = (h.astype(compute) + parameters.pop(0).astype(compute)).astype(dtype)
+        *mean, squares = _row_statistics(replace(rows, kernel="row_statistics"), h)
+        rstd = jax.lax.rsqrt(squares / n + norm.eps)
+        (y,) = _apply(replace(rows, kernel="apply"), h, *parameters, *mean, rstd)
+        return [y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
+
+    def body(values: Values) -> Values:
+        h, mean = values["X"], []
+        if norm.has_residual:  # the norm is of the rounded sum
+            h = (h + values["RESIDUAL"]).astype(dtype).astype(compute)
         centred = h
         for _ in range(2 * norm.centred):  # the second is what rounding has left
-            mean.append(_sum(centred) / rows.n)
-            centred = before(centred - mean[-1], rows.n, 1)
-        rstd = jax.lax.rsqrt(_sum(centred * centred) / rows.n + norm.eps)
-        y = _scaled(norm, columns, centred * rstd, h_dtype)
-        return [y, *[h] * norm.has_residual, *known(mean and [sum(mean)], rstd)]
+            mean.append(_sum(centred) / n)
+            centred = before(centred - mean[-1], n, 1)
+        rstd = jax.lax.rsqrt(_sum(centred * centred) / n + norm.eps)
+        y = _scaled(norm, values, centred * rstd, dtype)
+        return {"Y": y, "H": h, "MEAN": sum(mean), "RSTD": rstd}
 
-    outs = [Out("tile", jnp.dtype(norm.out_dtype)), *[Out("tile", h_dtype)] * norm.has_residual]
-    outs += [Out("row", rows.compute)] * (norm.with_mean + norm.with_rstd)
-    return rows(body, [x, *residual], parameters, [], outs, whole=True)
+    return rows(operands, body, whole=True)
 
 
-def _row_statistics(rows: Rows, norm: Norm, x: Array) -> list[Array]:
-    out = Out("row sum", rows.compute)
-    if not norm.centred:
-        return rows(lambda tiles, *_: [_sum(tiles[0] * tiles[0])], [x], [], [], [out])
-    inside = jnp.ones(rows.n, rows.compute)  # 1 within the row, 0 beyond it
+def _row_statistics(rows: _Rows, x: Array) -> list[Array]:
+    out = Out("row sum", jnp.dtype(rows.norm.compute))
+    if not rows.norm.centred:
+        return rows([x], lambda values: {"SQUARES": _sum(values["X"] ** 2)}, whole=False)
+    inside = jnp.ones(rows.n, rows.norm.compute)  # 1 within the row, 0 beyond it
 
-    def sums(tiles, columns, stats):
-        centred = (tiles[0] - stats[0]) * columns[0]
+    def sums(tiles: Arrays, columns: Arrays, means: Arrays) -> Sequence[Any]:
+        centred = (tiles[0] - means[0]) * columns[0]
         return [_sum(centred), _sum(centred * centred)]
 
-    (total,) = rows(lambda tiles, *_: [_sum(tiles[0])], [x], [], [], [out])
+    (total,) = rows.run(lambda tiles, *_: [_sum(tiles[0])], [x], [], [], [out], False)
     rough = total / rows.n
-    rest, squares = rows(sums, [x], [inside], [rough], [out, out])
+    rest, squares = rows.run(sums, [x], [inside], [rough], [out, out], False)
     return [rough + rest / rows.n, squares - rest * (rest / rows.n)]
 
 
-def _apply(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    count = norm.has_scale + norm.has_bias
+def _apply(rows: _Rows, *operands: Array) -> list[Array]:
+    def body(values: Values) -> Values:
+        normal = _centred(values) * values["RSTD"]
+        return {"Y": _scaled(rows.norm, values, normal, operands[0].dtype)}
 
-    def body(tiles, columns, stats):
-        return [_scaled(norm, columns, _centred(norm, tiles[0], stats) * stats[-1], x.dtype)]
-
-    out = Out("tile", jnp.dtype(norm.out_dtype))
-    return rows(body, [x], rest[:count], rest[count:], [out])
+    return rows(operands, body, whole=False)
 
 
-def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    def body(tiles, columns, stats):
-        return _dots(norm, tiles[0] * _weight_of(columns, norm), _centred(norm, tiles[1], stats))
-
-    outs = [Out("row sum", rows.compute)] * (1 + norm.centred)
-    return rows(body, [dy, x], rest[: norm.has_scale], rest[norm.has_scale :], outs)
-
-
-def _dots(norm: Norm, g: Any, centred: Any) -> list[Any]:
-    """Sums over rows; g is zero beyond them."""
-    return [*[_sum(g)] * norm.centred, _sum(g * centred)]
+def _backward(rows: _Rows, *operands: Array) -> list[Array]:
+    norm, n = rows.norm, rows.n
+    if blocks.fits(n):
+        body = lambda values: _gradients(norm, values, _sums(values), n)
+        return rows(operands, body, whole=True)
+    known = operands[: 2 + norm.has_scale + norm.centred]
+    sums = _row_dots(replace(rows, kernel="row_dots"), *known)
+    apart = replace(rows, kernel="backward_apply", norm=replace(norm, count=float(n)))
+    return _backward_apply(apart, *operands, *sums)
 
 
-def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    scale, others = rest[: norm.has_scale], rest[norm.has_scale :]
-    statistics, dh = others[: 1 + norm.centred], others[1 + norm.centred :]
-    if not rows.fit():
-        sums = _row_dots(rows, norm, dy, x, *scale, *statistics[: norm.centred])
-        known = replace(norm, count=float(rows.n))
-        results = _backward_apply(rows, known, dy, x, *rest, *sums)
-    else:
-
-        def body(tiles, columns, stats):
-            dy, x, *dh = tiles
-            centred, w = _centred(norm, x, stats), _weight_of(columns, norm)
-            means = [total / rows.n for total in _dots(norm, dy * w, centred)]
-            return _gradients(norm, dy, centred, dh, w, stats[-1], means)
-
-        outs = _gradient_outs(rows, norm, x)
-        results = rows(body, [dy, x, *dh], scale, statistics, outs, whole=True)
-    return results
+def _row_dots(rows: _Rows, *operands: Array) -> list[Array]:
+    return rows(operands, _sums, whole=False)
 
 
-def _backward_apply(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    scale, others = rest[: norm.has_scale], rest[norm.has_scale :]
-    count = 1 + norm.centred
-    dh, statistics = others[count:-count], [*others[:count], *others[-count:]]
-
-    def body(tiles, columns, stats):
-        dy, x, *dh = tiles
-        means = [total / norm.count for total in stats[count:]]
-        centred, w = _centred(norm, x, stats), _weight_of(columns, norm)
-        return _gradients(norm, dy, centred, dh, w, stats[count - 1], means)
-
-    return rows(body, [dy, x, *dh], scale, statistics, _gradient_outs(rows, norm, x))
+def _backward_apply(rows: _Rows, *operands: Array) -> list[Array]:
+    body = lambda values: _gradients(rows.norm, values, values, rows.norm.count)
+    return rows(operands, body, whole=False)
 
 
-def _gradients(
-    norm: Norm, dy: Any, centred: Any, dh: Sequence[Any], w: Any, rstd: Any, means: Sequence[Any]
-) -> list[Any]:
-    """Returns dx of a tile, and what it adds to dscale and dbias; in the definition's order."""
-    normal = centred * rstd
-    g = dy * w - means[0] if norm.centred else dy * w
-    dx = rstd * (g - normal * (rstd * means[-1]))
-    dx = dx + dh[0] if dh else dx
-    return [dx, *[_sum(dy * normal, 0)] * norm.with_dscale, *[_sum(dy, 0)] * norm.with_dbias]
+def _body(
+    kernel: str,
+    run: Callable[..., list[Array]],
+    target: Target,
+    norm: Norm,
+    *operands: Array,
+) -> list[Array]:
+    """Raises `Unsupported` for what the platform's kernels do not take."""
+    if norm.heads:
+        raise Unsupported("Pallas kernels take one scale for all rows")
+    if target.gpu:
+        raise Unsupported("the Pallas kernels of norms are for TPUs")
+    dtypes = {*(a.dtype.name for a in operands), norm.compute, norm.out_dtype, norm.residual_dtype}
+    lowering.require_dtypes(target, *map(jnp.dtype, dtypes - {""}))
+    x = operands[norm.names(kernel)[0].index("X")]
+    return run(_Rows(target, norm, kernel, x.shape[1]), *operands)
 
 
-def _gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
-    """dx, and what was asked for of dscale and dbias."""
-    sums = norm.with_dscale + norm.with_dbias
-    return [Out("tile", x.dtype), *[Out("column sum", rows.compute)] * sums]
-
-
-KERNELS = {
-    "forward": _kernel_of(_forward, 0),
-    "row_statistics": _kernel_of(_row_statistics, 0),
-    "apply": _kernel_of(_apply, 0),
-    "backward": _kernel_of(_backward, 1, with_columns=True),
-    "row_dots": _kernel_of(_row_dots, 1),
-    "backward_apply": _kernel_of(_backward_apply, 1, with_columns=True),
+_RUN = {
+    "forward": _forward,
+    "row_statistics": _row_statistics,
+    "apply": _apply,
+    "backward": _backward,
+    "row_dots": _row_dots,
+    "backward_apply": _backward_apply,
 }
+KERNELS = {kernel: functools.partial(_body, kernel, run) for kernel, run in _RUN.items()}

@@ -27,9 +27,9 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
 from ..core.op import Dims, Op, Split, batch_at, match
 from ..norm import op as rms_norm
-from ..norm.cuda import MAX_CLUSTER, REGISTERS, round_up
-from ..norm.op import apply_kernel, forward_kernel, row_statistics_kernel
-from ..norm.spec import Norm
+from ..norm.kernels import apply_kernel, forward_kernel, row_statistics_kernel
+from ..norm.layouts import MAX_CLUSTER, REGISTERS, round_up
+from ..norm.spec import Norm, add, define_apply, define_forward, rstd_of
 from .quantize import (
     COLUMNS,
     INPUTS,
@@ -91,19 +91,15 @@ def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Array)
     """Normalises into float32 (y, then the other results), and encodes y."""
     *given, bound = operands
     y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
-    return [*cast(spec.codes, _matrix(spec.norm, y), bound), *others]
-
-
-def _matrix(norm: Norm, array: Array) -> Array:
-    return array.reshape(-1, array.shape[norm.axes[0]])
+    return [*cast(spec.codes, y.reshape(-1, y.shape[-1]), bound), *others]
 
 
 # By kernel, of a function that encodes:
 # `(x[, residual][, scale][, bias], bound) -> ([q,] [qt,] scale (1,)[, h][, mean], rstd)`
 # `(h[, scale][, bias][, mean], rstd, bound) -> ([q,] [qt,] scale (1,))`
 _DEFINITIONS = {
-    "quantize_norm": functools.partial(_norm_and_cast, rms_norm.define_forward),
-    "quantize_norm_apply": functools.partial(_norm_and_cast, rms_norm.define_apply),
+    "quantize_norm": functools.partial(_norm_and_cast, define_forward),
+    "quantize_norm_apply": functools.partial(_norm_and_cast, define_apply),
 }
 
 
@@ -188,19 +184,18 @@ def _launch(
 ) -> list[Array]:
     """Launches quantize_norm.cu for operands by their names there."""
     norm, codes, x = spec.norm, spec.codes, operands["X"]
-    rows, columns = _matrix(norm, x).shape
-    given = {k: a.reshape(rows, -1) if a.size == x.size else a for k, a in operands.items()}
-    given |= {k: operands[k].reshape(rows) for k in ("MEAN", "RSTD") if k in operands}
-    statistics = "RSTD" not in operands
+    *row_shape, columns = x.shape
+    rows, statistics = math.prod(row_shape), "RSTD" not in operands
     blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # blocks that share a row
     results = code_types(codes, rows, columns)
-    parameters = {k: given[k] for k in ("SCALE", "BIAS") if k in given}
-    types: dict[str, Any] = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
-    if "RESIDUAL" in given:
-        h = promoted(x.dtype, given["RESIDUAL"].dtype)
-        types["H"] = jax.ShapeDtypeStruct((rows, columns), h)
+    parameters = {k: operands[k] for k in ("SCALE", "BIAS") if k in operands}
+    types: dict[str, Any] = {k: operands[k] for k in ("X", "RESIDUAL") if k in operands}
+    types |= parameters
+    if "RESIDUAL" in operands:
+        h = promoted(x.dtype, operands["RESIDUAL"].dtype)
+        types["H"] = jax.ShapeDtypeStruct(x.shape, h)
         results.append(types["H"])
-    row = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    row = jax.ShapeDtypeStruct(row_shape, jnp.float32)
     results += [row] * (statistics * (1 + norm.centred))
     name = "quantize_norm" + ("" if statistics else "_apply")
     shared, shares = chosen.shared * codes.has_qt, False
@@ -210,13 +205,13 @@ def _launch(
         width = sum(a.dtype.itemsize for a in parameters.values())
         # Shared memory holds scale and bias if enough blocks still fit; else the cache does.
         shares = width > 0 and target.blocks_with(held(width)) >= chosen.min_blocks
-        shares &= not norm.per_example
+        shares &= not norm.heads
         shared = held(width * shares)
-    tokens = [x.shape[1]] if norm.per_example and parameters else []
-    made = launch(
+    tokens = [x.shape[1]] if norm.heads and parameters else []
+    return launch(
         "quantize_norm.cu",
         name,
-        list(given.values()),
+        list(operands.values()),
         results,
         target=target,
         macros=tile_macros(chosen, codes, rows, columns)
@@ -240,15 +235,10 @@ def _launch(
         ints=(rows, columns, chosen.group, *tokens),
         floats=(eps, norm.scale_offset, 1 / columns),
     )
-    count = 1 + codes.has_q + codes.has_qt
-    shape = [n for i, n in enumerate(x.shape) if i not in norm.axes]
-    return [*made[:count], *[a.reshape(x.shape if a.ndim == 2 else shape) for a in made[count:]]]
 
 
-def _named(norm: Norm, operands: Sequence[Array], *more: str) -> dict[str, Array]:
-    parameters = ["SCALE"] * norm.has_scale + ["BIAS"] * norm.has_bias
-    names = ["X", *["RESIDUAL"] * norm.has_residual, *parameters, *more, "BOUND"]
-    return dict(zip(names, operands, strict=True))
+def _named(norm: Norm, kernel: str, operands: Sequence[Array]) -> dict[str, Array]:
+    return dict(zip([*norm.names(kernel)[0], "BOUND"], operands, strict=True))
 
 
 def _apart_on_cuda(
@@ -261,20 +251,20 @@ def _apart_on_cuda(
 
 def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
     """The norm and its codes on a GPU: one launch, or one for sums over rows before it."""
-    norm, given = spec.norm, _named(spec.norm, operands)
+    norm, given = spec.norm, _named(spec.norm, "forward", operands)
     x = given["X"]
     if not shares_rows(norm, x.shape):
         return _apart_on_cuda(forward_kernel, target, spec, *operands)
-    stored, n = promoted(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[norm.axes[0]]
+    stored, n = promoted(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[-1]
     of = {"has_residual": norm.has_residual, "centred": norm.centred}
     chosen = layout(n, stored.itemsize, target, **of)
     if chosen:
         return _launch(target, spec, chosen, given, norm.eps)
     h = x
     if norm.has_residual:
-        h = rms_norm.add(x, given.pop("RESIDUAL"), jnp.dtype("float32"))
+        h = add(norm, x, given.pop("RESIDUAL"))
     *mean, squares = row_statistics_kernel.bodies["cuda"](target, norm, h)
-    statistics = [*mean, rms_norm.rstd_of(norm, squares, n)]
+    statistics = [*mean, rstd_of(norm, squares, n)]
     _, *parameters, bound = given.values()
     codes = cuda_apply(target, spec, h, *parameters, *statistics, bound)
     return [*codes, *[h] * norm.has_residual, *statistics]
@@ -285,7 +275,7 @@ def cuda_apply(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     alone = replace(spec.norm, has_residual=False)
     if not shares_rows(alone, operands[0].shape):
         return _apart_on_cuda(apply_kernel, target, spec, *operands)
-    given = _named(alone, operands, *["MEAN"] * alone.centred, "RSTD")
+    given = _named(alone, "apply", operands)
     return _launch(target, spec, apply_layout(), given, 0.0)
 
 
@@ -316,10 +306,9 @@ def examples(
     """
     struct = lambda shape, of: jax.ShapeDtypeStruct(shape, jnp.dtype(of))
     lead = (examples, rows // examples) if examples else (rows,)
-    x = struct((*lead, n) if examples else (rows, n, 1), dtype)
-    row = struct(lead if examples else (rows, 1), "float32")
+    x, row = struct((*lead, n), dtype), struct(lead, "float32")
     w, bound = struct((examples, n) if examples else (n,), scale), struct((1,), "float32")
-    own = {"axes": (2,), "heads": (0,), "per_example": True} if examples else {}
+    own = {"axes": (2,), "heads": (0,)} if examples else {}
     base = Norm(eps=1e-6, centred=centred, with_mean=centred, with_rstd=True, **own)
     for parameters in [w] * (1 + centred), *[[]] * (not examples):
         offset = scale_offset if parameters else 0.0
@@ -350,9 +339,9 @@ def _restored(spec: NormCodes, x: Array, results: Any) -> list[Array]:
 def _seen(spec: NormCodes, operands: Any) -> tuple[NormCodes, list[Array], list[Array]]:
     """The spec, x and residual, scale and bias as kernels see them."""
     norm, large = spec.norm, 1 + spec.norm.has_residual
-    arrays = [rms_norm.canonical(norm, a) for a in operands[:large]]
-    parameters = [rms_norm.parameter_values(norm, a) for a in operands[large:]]
-    return replace(spec, norm=rms_norm.local(norm)), arrays, parameters
+    names, _ = norm.names("forward")
+    arrays = [rms_norm.seen(norm, name, a) for name, a in zip(names, operands)]
+    return replace(spec, norm=rms_norm.local(norm)), arrays[:large], arrays[large:]
 
 
 def _define(spec: NormCodes, *operands: Array) -> list[Array]:
@@ -374,7 +363,7 @@ def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list
         return _restored(spec, x, call(codes_kernel, *large, *parameters, bound))
     h = large[0]
     if norm.has_residual:
-        h = rms_norm.add(h, large[1], jnp.dtype("float32"))
+        h = add(norm, h, large[1])
     statistics = rms_norm.statistics_over_devices(norm, split, h, order)
     codes = call(apply_codes_kernel, h, *parameters, *statistics, bound)
     return _restored(spec, x, [*codes, *[h] * norm.has_residual, *statistics])
@@ -382,7 +371,7 @@ def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list
 
 def _dims(spec: NormCodes, ndim: int) -> Dims:
     *rows, last = range(ndim)
-    inputs, (every, *others) = rms_norm.forward_dims(spec.norm, ndim)
+    inputs, (every, *others) = rms_norm.dims_of("forward", spec.norm, ndim)
     codes = [every] * spec.codes.has_q + [(last, *rows)] * spec.codes.has_qt
     return inputs, [*codes, (), *others]
 

@@ -11,16 +11,12 @@
 // (DOTS 0).
 //
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
-//   scale          (HEADS, FEATURES)     SCALE_TYPE, if HAS_SCALE
+//   scale          (FEATURES,)           SCALE_TYPE, if HAS_SCALE
 //   mean, rstd     (rows,)               COMPUTE_TYPE; mean if CENTRED
 //   [sums,] dots   (rows, SLICES)        COMPUTE_TYPE   a if CENTRED, and b, of each slice, times
 //                                        count; as operands (rows,)
 //   partial        (gridDim.x, of each: FEATURES) COMPUTE_TYPE   over each block's rows: dscale if
 //                                        WITH_DSCALE, then dbias if WITH_DBIAS
-//
-// With more than one head, row i has the scale of head i % HEADS. HEADS divides gridDim.x *
-// BLOCK_ROWS: all rows of a group of threads are of one head, and partial has
-// gridDim.x * BLOCK_ROWS rows, the sums of each group.
 //
 // If PER_EXAMPLE, `tokens` rows after one another have the scale of an example, (rows / tokens,
 // FEATURES), and block i has rows of example i % (rows / tokens) alone: examples divide gridDim.x,
@@ -188,10 +184,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #else
   Weight weight;
 #endif
-#if HEADS > 1
-  IF(GRADIENT, IF(HAS_PARTIAL, Compute* const share = partial + row * SUMS * FEATURES));
-  scale += row % HEADS * FEATURES;
-#endif
 #if HAS_SCALE
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weight.set(i, load_weight(scale, scale_offset, i, aligned));
@@ -283,17 +275,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(DOTS, row_sums.finish());
 #if GRADIENT && HAS_PARTIAL
   wait_copies<0>();
-#if HEADS > 1
-#pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) {
-    IF(WITH_DSCALE, store_chunk(share, i, partial_aligned, narrow_all<Compute>(dscale[i])));
-    IF(WITH_DBIAS, store_chunk(share + WITH_DSCALE * FEATURES, i, partial_aligned,
-                               narrow_all<Compute>(dbias[i])));
-  }
-#else
   Compute* const mine = partial + 1LL * blockIdx.x * SUMS * FEATURES;
   IF(WITH_DSCALE, store_columns(dscale, partial_aligned, mine));
   IF(WITH_DBIAS, store_columns(dbias, partial_aligned, mine + WITH_DSCALE * FEATURES));
-#endif
 #endif
 }

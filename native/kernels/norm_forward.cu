@@ -10,8 +10,8 @@
 //
 //   x, y     (rows, FEATURES)  X_TYPE, Y_TYPE
 //   residual (rows, FEATURES)  RESIDUAL_TYPE, h (rows, FEATURES) H_TYPE     if HAS_RESIDUAL
-//   scale    (HEADS, FEATURES) SCALE_TYPE                                   if HAS_SCALE
-//   bias     (HEADS, FEATURES) BIAS_TYPE                                    if HAS_BIAS
+//   scale    (FEATURES,)       SCALE_TYPE                                   if HAS_SCALE
+//   bias     (FEATURES,)       BIAS_TYPE                                    if HAS_BIAS
 //   mean     (rows,)           COMPUTE_TYPE   if CENTRED: operand, or result if WITH_MEAN
 //   rstd     (rows,)           COMPUTE_TYPE   operand, or result if WITH_RSTD
 //
@@ -20,10 +20,9 @@
 // A thread has THREAD_ROWS neighbouring rows at once, which stay in registers between their
 // statistics and their results; the statistics are those of h as stored. One block per BLOCK_ROWS *
 // THREAD_ROWS rows and slice. If HOLD, registers have scale and bias too, so that they are there
-// when the statistics are; otherwise they are read once for all rows of a thread. With more than
-// one head, row i has the scale of head i % HEADS: the rows of a thread are HEADS apart, of one
-// head. If PER_EXAMPLE, scale and bias are (rows / tokens, FEATURES), and `tokens` rows after one
-// another have the same: the rows of a thread are of one example.
+// when the statistics are; otherwise they are read once for all rows of a thread. If PER_EXAMPLE,
+// scale and bias are (rows / tokens, FEATURES), and `tokens` rows after one another have the same:
+// the rows of a thread are of one example.
 //
 // If AHEAD, blocks go through the rows, and the next ones are on their way to shared memory while
 // these are worked on.
@@ -33,7 +32,7 @@ using Compute = COMPUTE_TYPE;
 using Normalised = IF(HAS_RESIDUAL, H_TYPE) IF_NOT(HAS_RESIDUAL, X_TYPE);
 
 constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // a block's rows
-static_assert(!AHEAD || !(HAS_RESIDUAL || PER_EXAMPLE || HEADS > 1), "x in order");
+static_assert(!AHEAD || !(HAS_RESIDUAL || PER_EXAMPLE), "x in order");
 
 #if CENTRED
 // Set if the mean may be so large that its rounding shows in y. Elements of 16 bits that differ
@@ -115,14 +114,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if HELD
   IF(HAS_SCALE, Wide<Compute, VECTOR> weights[CHUNKS]);
   IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[CHUNKS]);
-  const auto hold = [&](long long head) {
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      IF(HAS_SCALE, weights[i] = load_weight(scale + head * FEATURES, scale_offset, i, aligned));
-      IF(HAS_BIAS, shifts[i] = load_columns<Compute>(bias + head * FEATURES, i, aligned));
-    }
-  };
-  if (HEADS == 1) hold(0);
+  for (int i = 0; i < CHUNKS; ++i) {
+    IF(HAS_SCALE, weights[i] = load_weight(scale, scale_offset, i, aligned));
+    IF(HAS_BIAS, shifts[i] = load_columns<Compute>(bias, i, aligned));
+  }
 #endif
   const long long stride = 1LL * gridDim.x * kRows;
 #if AHEAD
@@ -155,28 +151,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 #endif
 #endif
-#if HEADS > 1
-  // Groups of threads take one head after another, and skip rows past the last.
-  const long long last = (rows / HEADS + THREAD_ROWS - 1) / THREAD_ROWS * THREAD_ROWS * HEADS;
-  for (long long first = 1LL * blockIdx.x * kRows; first < last; first += stride) {
-    const long long group = first / THREAD_ROWS + row_group(), owner = group % HEADS;
-    const long long mine = group / HEADS * THREAD_ROWS * HEADS + owner;
-    const auto row = [&](int r) { return mine + r * HEADS; };
-#elif PER_EXAMPLE
+#if PER_EXAMPLE
   // Groups of THREAD_ROWS rows; the last group of an example skips those past its rows.
   const long long all = rows, groups = (tokens + THREAD_ROWS - 1) / THREAD_ROWS;
   const long long last = all / tokens * groups * THREAD_ROWS;
   for (long long first = 1LL * blockIdx.x * kRows; first < last; first += stride) {
     const long long group = first / THREAD_ROWS + row_group(), owner = group / groups;
     const long long mine = owner * tokens + group % groups * THREAD_ROWS;
-    const auto row = [&](int r) { return mine + r; };
     rows = mine < all ? (owner + 1) * tokens : 0;
 #else
   for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
-    const auto row = [&](int r) { return mine + r; };
-    [[maybe_unused]] constexpr long long owner = 0;  // the head of scale and bias
+    [[maybe_unused]] constexpr long long owner = 0;  // the example of scale and bias
 #endif
+    const auto row = [&](int r) { return mine + r; };
 
     Chunks<X_TYPE> xs[THREAD_ROWS];
 #if AHEAD
@@ -192,9 +180,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int r = 0; r < THREAD_ROWS; ++r) {
       load_row(x + row(r) * FEATURES, row(r) < rows, aligned, xs[r]);
     }
-#endif
-#if HELD && HEADS > 1
-    hold(owner);
 #endif
 #if HAS_RESIDUAL
     Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];

@@ -35,7 +35,7 @@ def forward_and_gradients(fn):
 
 def large_arrays(program) -> list[int]:
     """How many arrays as large as x each operation of the program reads and writes."""
-    large = rf"\w+\[{BATCH},{TOKENS},{FEATURES}\]|\w+\[{BATCH * TOKENS},{FEATURES},1\]"
+    large = rf"\w+\[{BATCH},{TOKENS},{FEATURES}\]|\w+\[{BATCH * TOKENS},{FEATURES}\]"
     entry = hlo.text(program).split("ENTRY", 1)[1]
     shapes, found = {}, []
     for line in entry.splitlines():

@@ -101,5 +101,5 @@ def test_what_is_no_dropout_stays(name):
     args = draw(0, B, T, E), draw(1, E, F), draw(3, F, E)
     function = lambda x, gate, down: LEFT[name](jax.nn.gelu(x @ gate)) @ down
     fused = Fused(function)
-    np.testing.assert_array_equal(fused(*args), function(*args))
+    np.testing.assert_allclose(fused(*args), function(*args), 1e-5, 1e-5)
     assert not fused.served(), str(fused)

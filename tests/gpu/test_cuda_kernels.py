@@ -11,18 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_cases import (
-    EPS,
-    Case,
-    check_backward,
-    check_forward,
-    check_halves,
-    many_rows,
-    mixes,
-)
-from norm_kernels import KERNELS, norm_of
+from norm_kernels import EPS, HALVES, KERNELS, Case, check, many_rows, mixes
 
-from normfuse.layers.norm.op import backward_kernel, forward_kernel
+from normfuse.layers.norm.kernels import backward_kernel, forward_kernel
 from normfuse.layers.norm.spec import Norm
 from normfuse.native import compiler, launch
 from normfuse.native.compiler import Source
@@ -40,60 +31,52 @@ def x64():
         yield
 
 
-def run(kernel, operands, params):
+def run(kernel, norm, operands):
     """The kernel of that name, through XLA; no other implementation may serve."""
-    call = functools.partial(KERNELS[kernel], norm_of(params), order=NATIVE)
-    return [np.asarray(r) for r in jax.jit(call)(*map(jnp.asarray, operands))]
+    call = functools.partial(KERNELS[kernel], norm, order=NATIVE)
+    return jax.jit(call)(*map(jnp.asarray, operands))
 
 
+WHOLE = "forward", "backward"
+
+
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize(
     "n", [1, 2, 7, 8, 64, 100, 1024, 4104, 5120, 7168, 8192, 12288, 16384, 32768]
 )
-def test_cuda_forward_and_backward_match_reference(n, monkeypatch):
-    case = Case((301, n, 1))  # more rows than the backward kernel has blocks
-    check_forward(run, case)
-    check_backward(run, case)
+def test_cuda_forward_and_backward_match_the_definition(n, centred, monkeypatch):
+    case = Case((301, n), centred=centred, bias=centred)  # more rows than blocks
+    check(run, case, WHOLE)
     many_rows(monkeypatch)
-    check_backward(run, case)
+    check(run, case, ["backward"])
 
 
 @pytest.mark.parametrize("n", [65536, 65544, 1048573, 1048576])
-def test_cuda_long_rows_match_reference(n):
-    case = Case((3, n, 1), residual=n == 65544)
-    check_forward(run, case)
-    check_backward(run, case)
+def test_cuda_long_rows_match_the_definition(n):
+    check(run, Case((3, n), residual=n == 65544), WHOLE)
 
 
 @pytest.mark.parametrize("n", [3, 1000, 4096, 131072])
-def test_cuda_halves_match_reference(n):
-    check_halves(run, Case((17, n, 1), offset=1.0))
-
-
-@pytest.mark.parametrize("shape", [(4, 64, 3), (3, 1000, 40), (1, 5, 1000), (2, 4096, 17)])
-def test_cuda_strided_rows_match_reference(shape):
-    for check in (check_forward, check_backward, check_halves):
-        residual = check in (check_forward, check_backward)
-        check(run, Case(shape, out="float32", residual=residual))
+def test_cuda_halves_match_the_definition(n):
+    check(run, Case((17, n), offset=1.0), HALVES)
 
 
 @pytest.mark.parametrize(("x", "scale", "out"), mixes())
-def test_cuda_dtype_mixes_match_reference(x, scale, out, monkeypatch):
-    case = Case((33, 264, 1), x, scale, out, other=scale, residual=True, offset=0.5)
-    check_forward(run, case)
-    check_backward(run, case)
+def test_cuda_dtype_mixes_match_the_definition(x, scale, out, monkeypatch):
+    case = Case((33, 264), x, scale, out, other=scale, residual=True, offset=0.5)
+    check(run, case, WHOLE)
     many_rows(monkeypatch)
-    check_backward(run, case)
+    check(run, case, ["backward"])
 
 
-def test_cuda_no_scale_and_no_rows():
-    for case in (Case((33, 264, 1), scale=None), Case((0, 264, 1)), Case((0, 7, 3))):
-        for check in (check_forward, check_backward, check_halves):
-            check(run, case)
+def test_cuda_no_scale_and_no_rows_and_scales_of_examples():
+    for case in (Case((33, 264), scale=None), Case((0, 264)), Case((3, 33, 264), bias=True)):
+        check(run, case)
 
 
 def arrays(rows, n, key=0, dtype=jnp.bfloat16):
     keys = jax.random.split(jax.random.key(key), 3)
-    x, dy = (jax.random.normal(k, (rows, n, 1), dtype) for k in keys[:2])
+    x, dy = (jax.random.normal(k, (rows, n), dtype) for k in keys[:2])
     return x, dy, 1 + 0.1 * jax.random.normal(keys[2], (n,), jnp.float32)
 
 
@@ -183,7 +166,7 @@ def test_cuda_threads_at_once():
     def work(n):
         try:
             with jax.enable_x64(True):
-                check_forward(run, Case((33, n, 1), out="float32"))
+                check(run, Case((33, n), out="float32"), ["forward"])
         except BaseException as error:
             errors.append(error)
 
@@ -251,11 +234,11 @@ def test_cuda_launch_failure_names_kernel_and_cause(sizes, text):
 
 RELOAD = """
 import jax, jax.numpy as jnp
-from normfuse.layers.norm.op import forward_kernel
+from normfuse.layers.norm.kernels import forward_kernel
 from normfuse.layers.norm.spec import Norm
 from normfuse.native import compiler
 from normfuse.native.implementation import NATIVE
-x = jnp.ones((64, 3072, 1), jnp.bfloat16)
+x = jnp.ones((64, 3072), jnp.bfloat16)
 norm = Norm(eps=1e-6, out_dtype="bfloat16")
 f = jax.jit(lambda x: forward_kernel(norm, x, order=NATIVE)[0])
 print(float(f(x).sum()), compiler.compilations())

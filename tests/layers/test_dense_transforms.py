@@ -190,7 +190,7 @@ def test_auto_mesh_has_the_collectives_of_plain_jax(rng, eight_devices, x_spec, 
     assert kinds(compiled) == kinds(expected)
 
 
-@pytest.mark.parametrize("x_spec, kernel_spec", SPLITS, ids=str)
+@pytest.mark.parametrize("x_spec, kernel_spec", SPLITS[1::2], ids=str)
 def test_explicit_mesh(rng, eight_devices, x_spec, kernel_spec):
     del eight_devices
     args = operands(rng, bf16, rows=(8, 4), n=16, out=32)

@@ -386,16 +386,10 @@ def test_a_mistake_in_a_derivative_names_its_line():
         (lambda: gated(1.0), TypeError, r"gated takes 2 inputs \(x, g\), got 1"),
         (lambda: gated(1.0, 2.0, limt=3.0), TypeError, "no scalar 'limt'; it has limit"),
         (lambda: gated(1.0, 2.0, limit="a"), TypeError, "scalar limit must be a number, got 'a'"),
-        (lambda: gated(1.0, 2.0, limit=1j), TypeError, "limit is declared float, .* got 1j"),
         (
             lambda: elementwise("long f(int x, long n) { return n; }", n=2**31),
             ValueError,
             "scalar n is declared long, here int32, .* hold 2147483648; .*or set jax_enable_x64",
-        ),
-        (
-            lambda: elementwise("int f(int x, unsigned n) { return x; }", n=1)(2, n=np.int64(-1)),
-            ValueError,
-            "scalar n is declared unsigned, here uint32, which cannot hold -1; declare it double",
         ),
         (lambda: gated("text", 2.0), TypeError, "x must be an array, got 'text'"),
         (
@@ -419,9 +413,7 @@ def test_a_mistake_in_a_derivative_names_its_line():
             r"f returns complex<T>, which \{'T': 'int32'\} does not make a number",
         ),
         (lambda: elementwise(IDENTITY, cap=1.0), TypeError, "no parameter called 'cap'"),
-        (lambda: elementwise(IDENTITY, name="other"), ValueError, "no function 'other'"),
         (lambda: elementwise(IDENTITY, dtype="float8_e4m3fn"), TypeError, "dtype must be one of"),
-        (lambda: elementwise(IDENTITY, dtype=("int8",) * 2), TypeError, "for each of 1 results"),
         (lambda: elementwise(IDENTITY, definition=3), TypeError, "definition must be a function"),
         (lambda: elementwise(IDENTITY, derivative=3), TypeError, "derivative must be a mapping"),
         (
@@ -448,11 +440,6 @@ def test_a_mistake_in_a_derivative_names_its_line():
             lambda: elementwise("float f(float x) { return x; } // \ud800"),
             ValueError,
             r"source has '\\ud800' at 34, which is no character",
-        ),
-        (
-            lambda: elementwise("float f(float x) { return x; }", derivative={"x": "1; // \ud9ff"}),
-            ValueError,
-            r"has '\\ud9ff' at 6, which is no character",
         ),
         (
             lambda: elementwise(

@@ -153,17 +153,6 @@ def test_zeros_and_what_is_not_finite(rng):
     np.testing.assert_array_equal(y, without)
 
 
-def test_operands_in_float64_are_quantized_from_float32(rng):
-    (x, kernel, _), dy = operands(rng)
-    want = both_ways()([x, kernel], dy)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(a, "float64") for a in (x, kernel)]
-        got = both_ways(functools.partial(fp8, dtype=f32))(wide, dy)
-    assert [g.dtype.name for g in got[1]] == ["float64"] * 2
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 # ---------------------------------------------------------------- transformations
 
 

@@ -134,9 +134,9 @@ def test_default_result_dtypes():
         assert rms_norm(x, dtype=jnp.float64).dtype == jnp.float64
 
 
-@pytest.mark.parametrize("axis", [0, 1, (1, 2), (0, 1)], ids=str)
-def test_axis_that_is_not_last_is_not_transposed(axis):
-    """Kernels see (outer, n, inner): neighbouring axes anywhere are a reshape, which is free."""
+@pytest.mark.parametrize("axis", [3, (2, 3), (1, 2, 3)], ids=str)
+def test_last_axes_are_not_transposed(axis):
+    """Kernels see (rows, n): the last axes are a reshape, which is free."""
     case = Case("rms_norm", (3, 4, 5, 6), axis=axis)
     text = hlo.text(both(case).lower((case.args, case.cts)).compile())
     assert hlo.calls(text) == {"backward": 1, "forward": 1}

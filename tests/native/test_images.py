@@ -103,37 +103,17 @@ F2 = "float32 float32 -> float32"
     "operands, results, changed, match",
     [
         ([X], None, {}, "takes 2 operands and 1 results; got 1 and 1"),
-        ([X, ROW, ROW], None, {}, "got 3 and 1"),
-        ([], None, {}, "got 0 and 1"),
         (None, [F32(2, 3), F32(2, 3)], {}, "got 2 and 2"),
         ([X, ROW[:2]], None, {}, "operand 1 must be 3 of float32; got 2 of float32"),
-        ([X[:1], ROW], None, {}, "operand 0 must be 6"),
-        ([ROW, X], None, {}, "operand 0 must be 6"),
-        (None, [F32(2, 2)], {}, "result 0 must be 6 of float32; got 4"),
         (None, [F32(20, 30)], {}, "result 0 must be 6 of float32; got 600"),
         ([X.astype(np.int32), ROW], None, {}, "operand 0 must be 6 of float32; got 6 of int32"),
-        (
-            [X, ROW.astype(jnp.bfloat16)],
-            None,
-            {},
-            "operand 1 must be 3 of float32; got .* bfloat16",
-        ),
         (None, [jax.ShapeDtypeStruct((2, 3), jnp.float16)], {}, "result 0 .* got 6 of float16"),
         (None, None, {"sizes": [2]}, "has 2 dimensions; got 1 sizes"),
-        (None, None, {"sizes": []}, "has 2 dimensions; got 0 sizes"),
-        (None, None, {"sizes": [2, 3, 1]}, "has 2 dimensions; got 3 sizes"),
         (None, None, {"sizes": [1 << 40, 1 << 40]}, "impossible sizes"),
         (None, None, {"sizes": [-2, -3]}, "impossible sizes"),
         (None, None, {"sizes": [2, 4]}, "operand 0 must be 8"),
         (None, None, {"layout": f"{F2}; 3 3; 2"}, "compiled for other arrays: .*; 3 1; 2"),
-        (
-            [X, X],
-            None,
-            {"layout": f"{F2}; 3 3; 2"},
-            "operand 1 must be 3|compiled for other arrays",
-        ),
         (None, None, {"layout": "bfloat16 float32 -> float32; 3 1; 2"}, "other arrays"),
-        ([X.ravel(), ROW], [F32(6)], {"layout": f"{F2}; 1 1; 1", "sizes": [6]}, "2 dimensions"),
     ],
 )
 def test_arrays_that_are_not_those_of_the_image_are_refused(
@@ -149,10 +129,9 @@ def test_arrays_that_are_not_those_of_the_image_are_refused(
 
 @pytest.mark.parametrize(
     "layout",
-    ["", ";;", "float32", "float32;3;2", f"{F2}; 3; 2", f"{F2}; 3 1 0; 2", f"{F2}; 3 -1; 2"]
-    + [f"{F2}; 3 4; 2", f"{F2}; 3 1; 0", f"{F2}; 3 1; 63", f"{F2}; 3 1; 2x", f"{F2}; 3 y; 2"]
-    + [f"{F2}; 3 1", "float32 float31 -> float32; 3 1; 2", "-> float32 ->; ; 2", "float32 ->; 3; 2"]
-    + [f"{F2}; 3 1; {2**70}", f"{F2}; 3 {2**70}; 2", f"{F2} -> float32; 3 1; 2"],
+    ["", "float32;3;2", f"{F2}; 3 1 0; 2", f"{F2}; 3 -1; 2", f"{F2}; 3 4; 2", f"{F2}; 3 1; 63"]
+    + [f"{F2}; 3 1; 2x", "float32 float31 -> float32; 3 1; 2", "-> float32 ->; ; 2"]
+    + [f"{F2}; 3 1; {2**70}", f"{F2} -> float32; 3 1; 2"],
 )
 def test_a_layout_that_cannot_be_read_is_refused(given, layout):
     """The image is not loaded: a loaded one has its own."""

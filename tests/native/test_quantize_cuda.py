@@ -179,15 +179,6 @@ def test_cuda_activation_is_quantized_as_it_is_made(activated, rng, has_up, give
     assert len(launches) == 2
 
 
-def test_cuda_maxima_of_an_activation_are_found_at_any_place(activated):
-    target, _ = activated()
-    for place in (0, 7, 8, 4095, 8191, 8192, 8198):
-        up = np.zeros(8199, BF16)
-        up[place] = -3
-        maxima = np.concatenate(gated.cuda_amax(target, SWIGLU, np.ones_like(up), up))
-        np.testing.assert_array_equal(maxima[1:3], [1, 3])
-
-
 def check_lying(x, found):
     q, scale = (np.asarray(r) for r in found)
     want, expected = fp8_reference.quantize(x)
@@ -262,8 +253,8 @@ def normalised(emulated, monkeypatch):
             flags |= {"has_bias": bias is not None, "centred": centred, "with_mean": centred}
             spec = Norm(axes=(1,), eps=1e-6, scale_offset=offset, with_rstd=True, **flags)
             if np.ndim(scale) == 2:  # each example has its own
-                spec = dataclasses.replace(spec, axes=(2,), heads=(0,), per_example=True)
-            shape = (len(scale), -1, x.shape[1]) if spec.heads else (*x.shape, 1)
+                spec = dataclasses.replace(spec, axes=(2,), heads=(0,))
+            shape = (len(scale), -1, x.shape[1]) if spec.heads else x.shape
             given = [a.reshape(shape) if a.size == x.size else a for a in given]
             parameters = [a for a in (scale, bias) if a is not None]
             bound = norm._bound(spec, parameters, x.shape[1])
@@ -404,20 +395,6 @@ def test_cuda_norm_of_what_is_not_finite_is_not(normalised, rng, layout, centred
         assert np.isnan(code_scale).all() and np.isnan(q.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("largest", [1e30, 1e-30, 0.0])
-def test_cuda_norm_of_extreme_scales(normalised, rng, largest):
-    run, _ = normalised(CLUSTER)
-    x = rng.standard_normal((16, 64)).astype(BF16)
-    x[0] = 0
-    x[0, 5] = 1e4  # all of the bound in one element
-    scale = (largest * rng.uniform(0.5, 1, 64)).astype(np.float32)
-    scale[5] = np.float32(largest)
-    (q, qt, code_scale, *_), bound = run(x, None, scale)
-    near([q, qt, code_scale], exact_norm(x, scale, 0)[0], bound, fp8_reference.E4M3)
-    found = q.astype(np.float32)
-    assert np.isfinite(found).all() and (largest == 0) == (not found.any())
-
-
 # ---------------------------------------------------------------- compiling
 
 
@@ -464,9 +441,9 @@ def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(norm, "launch", launch)
-    bound, own = jnp.ones(1), {"axes": (2,), "heads": (0,), "per_example": True}
+    bound, own = jnp.ones(1), {"axes": (2,), "heads": (0,)}
     for centred, examples in ((False, False), (True, False), (True, True)):
-        x = jnp.zeros((4, 16, 4096) if examples else (64, 4096, 1), BF16)
+        x = jnp.zeros((4, 16, 4096) if examples else (64, 4096), BF16)
         parameters = [jnp.zeros((4, 4096) if examples else 4096)] * (1 + centred)
         for residual in ([], [x]) if arch == "sm_90" and not examples else ([],):
             flags = {"has_scale": True, "has_bias": centred, "has_residual": bool(residual)}

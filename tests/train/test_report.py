@@ -9,9 +9,10 @@ import shutil
 import numpy as np
 import pytest
 
-from normfuse.train import metrics, plot
+from normfuse.train import metrics
 from normfuse.train.cli import main
 from normfuse.train.profiling import _gaps, by_kind, table
+from normfuse.train.report import Figure, plot_loss
 from normfuse.train.run_dir import RunDir, RunResults
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -65,18 +66,16 @@ def test_runs_that_cannot_be_reported_are_explained(finished, tmp_path, capsys):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Gives the axes of a drawing, still open."""
-    kept, close = [], plot.plt.close
-    monkeypatch.setattr(plot.plt, "close", kept.append)
-    yield lambda: kept[-1].axes[0]
-    for figure in kept:
-        close(figure)
+    """Gives the axes of a drawing, in place of its file."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    return lambda: figures[-1].axes[0]
 
 
 def test_loss_is_drawn_in_bits_per_byte_with_its_references(finished, tmp_path, drawn):
     run = RunDir(finished[0]).results("whole")
     pairs = RunResults("pairs", run.lines, tokens_per_byte=0.25)
-    plot.plot_loss(tmp_path / "loss.png", [run, pairs])
+    plot_loss(tmp_path / "loss.png", [run, pairs])
     axes = drawn()
     curves = {line.get_label(): line for line in axes.get_lines()}
     bits = np.array([x["loss"] for x in run.steps()]) / np.log(2)

@@ -1,0 +1,149 @@
+"""The norms' kernels, on (rows, n) arrays, or (examples, tokens, n) with scales of examples.
+
+`forward` and `backward` do the whole work where a device holds whole rows. Where rows are split
+over devices, `row_statistics` then `apply`, and `row_dots` then `backward_apply`, do it around one
+exchange.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...native import registry
+from ...native.dtypes import compute_dtype
+from ...native.kernel import Kernel, result_types
+from ...native.launch import call_host
+from . import cuda
+from .spec import (
+    PARAMETERS,
+    STATISTICS,
+    Norm,
+    define_apply,
+    define_backward,
+    define_backward_apply,
+    define_forward,
+    define_row_dots,
+    define_row_statistics,
+)
+
+_WEIGHT = ("centred", "scale_offset", "has_scale")
+_GRADIENT = (*_WEIGHT, "has_residual", "with_dscale", "with_dbias")
+_KNOWN = ("has_residual", "with_mean", "with_rstd")
+_ATTRIBUTES = {  # of the C++ handlers
+    "forward": ("eps", *_WEIGHT, "cast_before", "has_bias", *_KNOWN),
+    "row_statistics": ("centred",),
+    "apply": (*_WEIGHT, "cast_before", "has_bias"),
+    "backward": _GRADIENT,
+    "row_dots": _WEIGHT,
+    "backward_apply": ("count", *_GRADIENT),
+}
+
+
+def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
+    def host(norm: Norm, *operands: Array) -> list[Array]:
+        names, results = norm.names(name)
+        types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
+        values = {attribute: getattr(norm, attribute) for attribute in _ATTRIBUTES[name]}
+        values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
+        shapes = [_host_shape(norm, *one) for one in zip(results, types)]
+        structs = [jax.ShapeDtypeStruct(s, t.dtype) for s, t in zip(shapes, types)]
+        flat = [_to_host(norm, *one) for one in zip(names, operands)]
+        found = call_host(f"normfuse_norm_{name}", flat, structs, **values)
+        return [_from_host(norm, *one) for one in zip(results, found, types)]
+
+    def pallas(target: Any, norm: Norm, *operands: Array) -> list[Array]:
+        from . import pallas  # imported when it is first used
+
+        return pallas.KERNELS[name](target, norm, *operands)
+
+    bodies = {"cpu": host, "cuda": getattr(cuda, name), "pallas": pallas}
+    return Kernel(f"norm_{name}", definition, bodies, **options)
+
+
+# C++ takes (rows, n, 1), (rows, 1) and parameters as they are; row i has the scale of example
+# i % count.
+
+
+def _host_shape(norm: Norm, name: str, array: Any) -> tuple[int, ...]:
+    if name in PARAMETERS:
+        return array.shape
+    rows = math.prod(array.shape[: 1 + bool(norm.heads)])
+    return (rows, 1) if name in STATISTICS else (rows, array.shape[-1], 1)
+
+
+def _to_host(norm: Norm, name: str, array: Array) -> Array:
+    moves = norm.heads and name not in PARAMETERS
+    swapped = array.swapaxes(0, 1) if moves else array
+    return swapped.reshape(_host_shape(norm, name, array))
+
+
+def _from_host(norm: Norm, name: str, array: Array, type_: Any) -> Array:
+    if name in PARAMETERS or not norm.heads:
+        return array.reshape(type_.shape)
+    examples, tokens, *n = type_.shape
+    return array.reshape(tokens, examples, *n).swapaxes(0, 1)
+
+
+registry.register()
+forward_kernel = _kernel("forward", define_forward, plain_on_cuda=cuda.is_plain_faster)
+row_statistics_kernel = _kernel("row_statistics", define_row_statistics)
+apply_kernel = _kernel("apply", define_apply)
+backward_kernel = _kernel("backward", define_backward)
+row_dots_kernel = _kernel("row_dots", define_row_dots)
+backward_apply_kernel = _kernel("backward_apply", define_backward_apply)
+
+
+def examples(
+    n: int,
+    x: str,
+    scale: str,
+    out: str,
+    *,
+    rows: int,
+    scale_offset: float = 0.0,
+    centred: bool = False,
+) -> Iterator[tuple[Kernel, Norm, list[jax.ShapeDtypeStruct]]]:
+    """Yields every kernel on rows of `n` as the functions call it: (kernel, norm, operand types).
+
+    Args:
+      n: the length of a row.
+      x, scale, out: dtypes of x, scale (and bias) and y (and dy).
+      rows: how many.
+      scale_offset: as for `rms_norm`.
+      centred: LayerNorm's, with a bias, rather than RMSNorm's.
+    """
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    compute = compute_dtype(x, scale, out).name
+    types = dict.fromkeys(STATISTICS, struct((rows,), compute))
+    types |= dict.fromkeys(PARAMETERS, struct((n,), scale)) | {"DY": struct((rows, n), out)}
+    types |= dict.fromkeys(("X", "RESIDUAL", "DH"), struct((rows, n), x))
+
+    def example(kernel: Kernel, norm: Norm) -> tuple[Kernel, Norm, list[jax.ShapeDtypeStruct]]:
+        operands, _ = norm.names(kernel.name.removeprefix("norm_"))
+        return kernel, norm, [types[name] for name in operands]
+
+    op = "layer_norm" if centred else "rms_norm"
+    base = Norm(op=op, centred=centred, eps=1e-6, out_dtype=out, compute=compute)
+    for weight, bias in ((1, 1), (1, 0), (0, 0)) if centred else ((1, 0), (0, 0)):
+        norm = replace(base, has_scale=bool(weight), has_bias=bool(bias))
+        norm = replace(norm, scale_offset=scale_offset if weight else 0.0)
+        yield example(apply_kernel, norm)
+        if not bias:
+            yield example(row_dots_kernel, norm)
+        for residual, flag in ((False, False), (True, True), (False, True), (True, False)):
+            given = replace(norm, has_residual=residual)
+            asked = replace(given, with_mean=flag and centred, with_rstd=flag)
+            yield example(forward_kernel, asked)
+            if not flag and (bias or residual):  # the same as without a bias
+                continue
+            asked = {"with_dscale": flag and bool(weight), "with_dbias": flag and bool(bias)}
+            gradient = replace(given, has_bias=False, **asked)
+            yield example(backward_kernel, gradient)
+            yield example(backward_apply_kernel, replace(gradient, count=float(n)))
+    yield example(row_statistics_kernel, base)

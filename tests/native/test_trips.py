@@ -1,0 +1,26 @@
+"""How far a reader goes who follows a call through the package; see `trips`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import trips
+
+from normfuse import rms_norm
+from normfuse.native import compiler
+
+pytest.importorskip("cuda.bindings", reason="lowering needs cuda-bindings and NVRTC")
+
+
+def lowered(n: int) -> None:
+    loss = lambda x, scale: jnp.sum(rms_norm(x, scale).astype(jnp.float32) ** 2)
+    x, scale = jax.ShapeDtypeStruct((16384, n), jnp.bfloat16), jax.ShapeDtypeStruct((n,), "f4")
+    jax.jit(jax.grad(loss, (0, 1))).trace(x, scale).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.newest
+def test_a_norm_and_its_gradients_are_a_short_trip(arch, monkeypatch):
+    arch("sm_90")
+    lowered(2048)  # imports, and reads each kernel's source once
+    monkeypatch.setattr(compiler, "kernel_text", None)
+    trip = trips.counted(lambda: lowered(1024))
+    assert len(trip.files) <= 11 and trip.calls <= 500 and trip.changes <= 100, trip
