@@ -186,8 +186,12 @@ def test_a_masked_vocabulary_is_that_of_the_other_words(rng, low, reduction, qua
     value, (dx, dkernel) = run(kernel, bias)
     expected, (ex, ek) = run(kernel.at[:, words:].set(0)[:, :words], bias[:words])
     assert not dkernel[:, words:].any()
-    tolerance = 0.15 if quantization else 2**-8  # codes of 2 bits, rounded at random
-    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    # JAX 0.10.2 keeps float32 logits of one product, and rounds those of the other to bfloat16
+    bits = 2e-6, 2**-8
+    if jax.__version_info__ < (0, 11):
+        bits = 2**-8, 2**-5
+    tolerance = 0.15 if quantization else bits[1]  # codes of 2 bits, rounded at random
+    np.testing.assert_allclose(value, expected, rtol=bits[0])
     for f, e in (dx, ex), (dkernel[:, :words], ek):
         np.testing.assert_allclose(wide(f), wide(e), 0, tolerance * np.abs(wide(e)).max())
 

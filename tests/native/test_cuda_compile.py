@@ -16,8 +16,6 @@ from normfuse.native import compiler, implementation
 from normfuse.native.compiler import CompileError, CompilerMissing, Source
 from normfuse.native.launch import Target, named_target
 
-pytestmark = pytest.mark.oldest
-
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 WHOLE, HALVES = ("forward", "backward"), ("row_statistics", "apply", "row_dots", "backward_apply")
@@ -74,7 +72,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.newest  # the oldest assembler compiles the kernels of other tests
 @pytest.mark.parametrize("arch, shape", PLACES, ids=str)
 @pytest.mark.parametrize("op", ["rms_norm", "rms_norm with bias", "layer_norm"])
 def test_cuda_kernels_compile_and_spill_no_registers(compile_all, op, arch, shape):

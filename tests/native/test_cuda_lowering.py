@@ -21,8 +21,6 @@ from normfuse.native import cache, compiler, implementation, launch
 from normfuse.native.implementation import BEST, NATIVE, Order, Unsupported
 from normfuse.native.launch import Target, named_target, target_for
 
-pytestmark = pytest.mark.oldest
-
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 SHAPE = (300, 4096)
@@ -251,7 +249,6 @@ def test_cuda_dtype_without_kernel_is_plain_hlo():
         lowered(forward(), *structs("float8_e4m3fn"))
 
 
-@pytest.mark.newest
 def test_kernels_take_the_parameters_that_they_are_given(arch, monkeypatch):
     """The driver reads as many addresses as a kernel has parameters; the handler compares them."""
     arch("compute_90")

@@ -103,7 +103,6 @@ def test_host_matches_its_definition(case):
     check(host, case)
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("x, scale, out", mixes())
 def test_host_takes_every_mix_of_dtypes(x, scale, out):
     for centred in (False, True):
@@ -111,7 +110,6 @@ def test_host_takes_every_mix_of_dtypes(x, scale, out):
         check(host, Case((7, 300), x, scale, out, other=scale, **flags))
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 15, 16, 17, 127, 1024, 4097, 65536])
 def test_host_takes_every_length(n):
     for rows in (1, 199) if n < 1000 else (2,):

@@ -22,8 +22,6 @@ from normfuse.native.implementation import Order, Unsupported
 from normfuse.native.pallas import blocks
 from normfuse.native.pallas.lowering import Target
 
-pytestmark = pytest.mark.oldest
-
 CPU = Target("cpu", cores=2)
 FLAGS = {"scale_offset": 1.0, "has_scale": True}
 
