@@ -166,7 +166,7 @@ class Linear(modules.Linear, eqx.nn.Linear, _Options):
     (2, 4)
     """
 
-    name, contract = "eqx.nn.Linear", 1
+    _name, contract = "eqx.nn.Linear", 1
 
     def __init__(
         self,
@@ -187,14 +187,14 @@ class Linear(modules.Linear, eqx.nn.Linear, _Options):
         """Multiplies x by the weight; `key` is ignored."""
         x = jnp.asarray(x)
         if not self.unserved(x):
-            x = _checked(self.name, "linear", x, self.weight.shape[1:])
+            x = _checked(self._name, "linear", x, self.weight.shape[1:])
         return self.multiply(x, lambda: super(Linear, self).__call__(x, key=key))
 
     def multiply(self, x: Array, call: Callable[[], Array]) -> Array:
         """Returns the layer of x; `call` is Equinox's own product."""
         if reason := self.unserved(x):
-            return modules.linear_by_framework(self.name, reason, self, call)
-        options = options_of(self.name, self, self.compute_dtype(x, self.weight))
+            return modules.linear_by_framework(self._name, reason, self, call)
+        options = options_of(self._name, self, self.compute_dtype(x, self.weight))
         return apply_dense(x, self.weight, self.bias, contract=1, **options)
 
     def operands(self) -> tuple[Array, Array | None]:

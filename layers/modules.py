@@ -73,7 +73,7 @@ def set_options(
 class Linear:
     """The parts of our linear layers in nnx and in Equinox that a `GatedMLP` reads."""
 
-    name: str
+    _name: str
     contract = 0  # the axis of the kernel that x multiplies
     implementation: Implementation
     activation: Activation

@@ -175,7 +175,7 @@ class Linear(modules.Linear, nnx.Linear):
     (2, 4)
     """
 
-    name = "nnx.Linear"
+    _name = "nnx.Linear"
 
     def __init__(
         self,
@@ -202,9 +202,9 @@ class Linear(modules.Linear, nnx.Linear):
         _check_features("nnx.Linear: inputs", inputs, self)
         call = lambda: super(Linear, self).__call__(inputs, out_sharding=out_sharding)
         if reason := self.unserved(inputs):
-            return modules.linear_by_framework(self.name, reason, self, call)
+            return modules.linear_by_framework(self._name, reason, self, call)
         kernel, bias = self.operands()
-        options = options_of(self.name, self, self.compute_dtype(inputs, kernel, bias))
+        options = options_of(self._name, self, self.compute_dtype(inputs, kernel, bias))
         return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
 
     def operands(self) -> tuple[Array, Array | None]:

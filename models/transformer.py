@@ -61,7 +61,12 @@ def parts(layers: Layers, sharding: Sharding) -> dict[str, Any]:
 
 
 class Transformer:
-    """The call, the loss and the decoding of both frameworks' `Transformer`."""
+    """The call, the loss and the decoding of both frameworks' `Transformer`.
+
+    Attributes:
+      embed, layers, norm, head: its parts; head is None where embeddings are tied.
+      checkpoint: the framework's `jax.checkpoint`.
+    """
 
     config: TransformerConfig
     sharding: Sharding

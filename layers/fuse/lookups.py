@@ -134,7 +134,7 @@ def _site(program: Program, equation: Equation) -> Rows | None:
     """Returns the lookup that a gather is; None of others.
 
     Raises:
-      Left: for a lookup that gains nothing, or that is not proved to be one.
+      Left: for a lookup that would gain, and is not proved to be one.
     """
     p, n = equation.params, equation.params["dimension_numbers"]
     table, index = (program.avals[v] for v in equation.ins)
@@ -154,14 +154,14 @@ def _site(program: Program, equation: Equation) -> Rows | None:
     found = columns(program, equation.ins[1])
     if (column := _column(equation, found)) is None:
         return None
+    shape = index.shape[:-1]
+    repeated = _repeated(shape, found[column], rows) if found else None
+    if table.dtype == jnp.float32 and (rows > FEWEST_ROWS or tokens < MANY or repeated):
+        return None  # its gradient is summed in float32 as it is
     if program.depends(equation.ins[1], (source,)):
         raise Left("its indices are made of the table")
     if table.sharding.mesh.explicit_axes:
         raise Left("its table is on a mesh with Explicit axes")
-    shape = index.shape[:-1]
-    repeated = _repeated(shape, found[column], rows) if found else None
-    if table.dtype == jnp.float32 and (rows > FEWEST_ROWS or tokens < MANY or repeated):
-        raise Left("its gradient is summed in float32 as it is")
     fill = p.get("fill_value")
     spec = Lookup(table.dtype.name, p["mode"], None if fill is None else float(fill))
     compute = repeated or functools.partial(lookup, spec)

@@ -711,7 +711,7 @@ def test_a_skip_that_names_nothing(wrong):
     for op, call in {
         "fuse": lambda: fuse(loss, skip=wrong),
         "fuse ": lambda: ours_nnx.fuse(loss, skip=wrong),
-        "nnx.swap": lambda: ours_nnx.swap(nnx.RMSNorm(4, rngs=nnx.Rngs(0)), skip=wrong),
+        "swap": lambda: ours_nnx.swap(nnx.RMSNorm(4, rngs=nnx.Rngs(0)), skip=wrong),
     }.items():
         with pytest.raises(TypeError, match=f"^{op.strip()}: {message}"):
             call()
