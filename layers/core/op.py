@@ -280,7 +280,7 @@ class Op:
         linear = {i: a.aval for i, a in enumerate(operands) if ad.is_undefined_primal(a)}
 
         def plain(*moving: Array) -> Results:
-            given = dict(zip(linear, moving))
+            given: dict[int, Any] = dict(zip(linear, moving))
             return self.plain(spec, *[given.get(i, a) for i, a in enumerate(operands)])
 
         zeros = [ad.instantiate_zeros(ad.Zero(a)) for a in linear.values()]

@@ -289,14 +289,14 @@ def aligned_words(words: int, softcap: float | None) -> int:
     return words if words < _FEW_WORDS or softcap is not None else -(-words // MULTIPLE) * MULTIPLE
 
 
-def _aligned(spec: Spec, w: Array, bias: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+def _aligned(spec: Spec, w: Array, bias: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     """Returns the kernel and the bias of `aligned_words`."""
     words = w.shape[1 - spec.contract]
     if not (more := aligned_words(words, spec.softmax.softcap) - words):
         return w, bias
     w = jnp.pad(w, [(0, more * (axis != spec.contract)) for axis in range(2)])
     of_words = bias[0] if bias else jnp.zeros(words, spec.logits)
-    return w, [jnp.pad(of_words, (0, more), constant_values=-jnp.inf)]
+    return w, (jnp.pad(of_words, (0, more), constant_values=-jnp.inf),)
 
 
 def _of_words(spec: Spec, found: Sequence[Array], words: int) -> list[Array]:

@@ -349,10 +349,10 @@ class Fp8:
     ) -> Array:
         """Returns the product of codes with their scales, of which `others` lie otherwise, too."""
         x, w, out = labels.replace("->", ",").split(",")
-        others = {at: array for at, array in (others or {}).items() if array is not None}
+        apart = {at: array for at, array in (others or {}).items() if array is not None}
         dtype = jnp.dtype(dtype).name
-        spec = Contraction(self.op, x, w, out, dtype, self.dtype, sharding, tuple(others))
-        return product(spec, a[0], b[0], a[1], b[1], *others.values(), order=self.order)[0]
+        spec = Contraction(self.op, x, w, out, dtype, self.dtype, sharding, tuple(apart))
+        return product(spec, a[0], b[0], a[1], b[1], *apart.values(), order=self.order)[0]
 
     def multiply(self, x: Array, xq: Quantized, w: Quantized) -> Array:
         """Returns the product of codes; x says how its rows lie."""

@@ -122,7 +122,8 @@ class Mlp:
             dh = dh.astype(fp8.dtype)
             terms.append(fp8.along_x(dh, kept.down))
         if of_down := [d for d in of_down if d is not None]:
-            h = gated.hidden_codes(self.gated, *kept.hidden)
+            qt, scale = gated.hidden_codes(self.gated, *kept.hidden)
+            h = qt, scale
             terms += [fp8.along_kernel(h, d) for d in of_down]
         return [functools.reduce(jnp.add, terms)]
 

@@ -136,8 +136,8 @@ def product(
     """Returns the product of `value` of args, or of the only one, with a kernel, in its dtype."""
     precision = jax.config.jax_default_matmul_precision  # the backward's too
     one = Product.of(args[0].ndim, kernel.ndim, contract, precision, out_sharding)
-    *args, kernel, main = equally_varying(*args, *with_main_gradient(kernel))
-    return differentiable(_MatMul(one, value), tuple(args), kernel, main)[0]
+    *operands, kernel, main = equally_varying(*args, *with_main_gradient(kernel))
+    return differentiable(_MatMul(one, value), tuple(operands), kernel, main)[0]
 
 
 product_p = Primitive("normfuse_product")
@@ -261,9 +261,13 @@ class _MatMul:
         elif of_kernel:
             x = self.left(args)
         dargs += [None] * (len(of_args) - len(dargs))
-        found = [None if d is None else g.astype(d.dtype) for g, d in zip(dargs, of_args)]
+        pairs: Any = zip(dargs, of_args)
+        found = [None if d is None else g.astype(d.dtype) for g, d in pairs]
         each = [dkernel, dmain]
-        return found + [d if d is None else kernel_gradient(self.product, dy, x, d) for d in each]
+        left: Any = x  # None only where neither is asked for
+        return found + [
+            None if d is None else kernel_gradient(self.product, dy, left, d) for d in each
+        ]
 
     def rows(self, kept: Any) -> Any:
         """The arguments have them, and so has the left operand."""

@@ -92,9 +92,11 @@ def _table(program: Program, v: int) -> int | None:
             return None
     if maker is not None or program.known(root) is not None:
         return None
-    narrowed = made is not None and made.name == "convert_element_type"
-    wide = narrowed and program.avals[made.ins[0]].dtype.itemsize >= program.avals[v].dtype.itemsize
-    return made.ins[0] if wide else v
+    if made is None or made.name != "convert_element_type":
+        return v
+    (given,) = made.ins
+    wide = program.avals[given].dtype.itemsize >= program.avals[v].dtype.itemsize
+    return given if wide else v
 
 
 def _repeated(shape: tuple[int, ...], index: Affine, rows: int) -> Callable[..., Array] | None:

@@ -142,8 +142,11 @@ class Loss(Site):
     def _is_hidden(self, read: Any, place: Any) -> Any:
         """Tells which labels are of words whose logits a mask replaces."""
         assert self.hidden is not None
-        inside, labels = self._inside(read, place), self._words(read, place)
-        return inside & jnp.asarray(self.hidden[0])[jnp.where(inside, labels, 0)]
+        labels = self._words(read, place)
+        within = jnp.clip(labels, 0, self.vocabulary - 1)
+        hidden = jnp.asarray(self.hidden[0])[within]
+        clips = "clip" in self.outside or "drop" in self.outside
+        return hidden if clips else hidden & (labels == within)
 
     def _replaced(self, read: Any, place: Any, picked: Any, number: Any) -> Any:
         """Returns picked elements, with the number where a mask replaces the label's logit."""
@@ -264,9 +267,8 @@ class BestWords(Site):
             softcap=self.of.softcap,
             logits_dtype=self.of.logits_dtype,
         )
-        return [
-            arrange(words, [(a,) for a in self.of.rows], self.of.dims).astype(self.of.aval.dtype)
-        ]
+        rows = tuple((a,) for a in self.of.rows)
+        return [arrange(words, rows, self.of.dims).astype(self.of.aval.dtype)]
 
 
 def joined(program: Program, sites: list[Site]) -> list[Site]:

@@ -49,7 +49,7 @@ def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
     def host(norm: Norm, *operands: Array) -> list[Array]:
         names, results = norm.names(name)
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
-        values = {attribute: getattr(norm, attribute) for attribute in _ATTRIBUTES[name]}
+        values: Any = {attribute: getattr(norm, attribute) for attribute in _ATTRIBUTES[name]}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
         shapes = [_host_shape(norm, *one) for one in zip(results, types)]
         structs = [jax.ShapeDtypeStruct(s, t.dtype) for s, t in zip(shapes, types)]
@@ -62,7 +62,7 @@ def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
 
         return pallas.KERNELS[name](target, norm, *operands)
 
-    bodies = {"cpu": host, "cuda": getattr(cuda, name), "pallas": pallas}
+    bodies: Any = {"cpu": host, "cuda": getattr(cuda, name), "pallas": pallas}
     return Kernel(f"norm_{name}", definition, bodies, **options)
 
 

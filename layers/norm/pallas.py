@@ -41,7 +41,8 @@ class _Rows:
         tiles = [name for name in names if name not in (*columns, *rows)]
 
         def named(*groups: Arrays) -> list[Any]:
-            values = dict(zip((*tiles, *columns, *rows), [v for group in groups for v in group]))
+            every = [v for group in groups for v in group]
+            values: dict[str, Any] = dict(zip((*tiles, *columns, *rows), every))
             values["W"] = values["SCALE"] + norm.scale_offset if "SCALE" in values else 1
             found = body(values)
             return [found[name] for name in results]
@@ -52,8 +53,8 @@ class _Rows:
         kinds |= dict.fromkeys(PARAMETERS, "column sum")
         dtypes = {"Y": norm.out_dtype, "H": stored(norm, arrays), "DX": arrays["X"].dtype}
         outs = [Out(kinds.get(k, "tile"), jnp.dtype(dtypes.get(k, norm.compute))) for k in results]
-        groups = [[arrays[name] for name in group] for group in (tiles, columns, rows)]
-        return self.run(named, *groups, outs, whole)
+        of = lambda group: [arrays[name] for name in group]
+        return self.run(named, of(tiles), of(columns), of(rows), outs, whole)
 
     def run(self, body: Any, tiles: Any, columns: Any, rows: Any, outs: Any, whole: bool) -> Any:
         family = "layer_norm" if self.norm.centred else "rms_norm"

@@ -113,7 +113,8 @@ def against(kernel: str, norm: Norm, operands: Sequence[Array]) -> dict[str, Arr
     scale_offset, or 1 without a scale."""
     arrays = dict(zip(norm.names(kernel)[0], operands, strict=True))
     rows, compute = rows_of(norm, arrays["X"]), jnp.dtype(norm.compute)
-    new = dict.fromkeys(STATISTICS, norm.axes) | dict.fromkeys(PARAMETERS, rows)
+    new: dict[str, Any] = dict.fromkeys(STATISTICS, norm.axes)
+    new |= dict.fromkeys(PARAMETERS, rows)
     wide = {k: jnp.expand_dims(a.astype(compute), new.get(k, ())) for k, a in arrays.items()}
     offset = jnp.asarray(norm.scale_offset, compute)
     return wide | {"W": wide["SCALE"] + offset if "SCALE" in wide else jnp.ones((), compute)}

@@ -10,7 +10,7 @@ is 1, and there is no dup. Values are float32 until they are encoded.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -111,7 +111,7 @@ def define_gradients(spec: Gated, dh: jax.Array, a: jax.Array, *up: jax.Array) -
     return [da, dh * value] if up else [da]
 
 
-def _meant(codes: Sequence[jax.Array], scales: Sequence[jax.Array]) -> list[jax.Array]:
+def _meant(codes: Sequence[jax.Array], scales: Iterable[jax.Array]) -> list[jax.Array]:
     """Returns the float32 numbers that bytes mean."""
     return [decoded(q).astype(jnp.float32) * scale for q, scale in zip(codes, scales, strict=True)]
 

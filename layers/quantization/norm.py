@@ -308,7 +308,7 @@ def examples(
     lead = (examples, rows // examples) if examples else (rows,)
     x, row = struct((*lead, n), dtype), struct(lead, "float32")
     w, bound = struct((examples, n) if examples else (n,), scale), struct((1,), "float32")
-    own = {"axes": (2,), "heads": (0,)} if examples else {}
+    own: Any = {"axes": (2,), "heads": (0,)} if examples else {}
     base = Norm(eps=1e-6, centred=centred, with_mean=centred, with_rstd=True, **own)
     for parameters in [w] * (1 + centred), *[[]] * (not examples):
         offset = scale_offset if parameters else 0.0

@@ -258,7 +258,7 @@ def cpu_amax(codes: Codes, x: jax.Array) -> list[jax.Array]:
 
 
 def cpu_cast(codes: Codes, x: jax.Array, maxima: jax.Array) -> list[jax.Array]:
-    flags = {"has_q": codes.has_q, "has_qt": codes.has_qt}
+    flags: Any = {"has_q": codes.has_q, "has_qt": codes.has_qt}
     types = code_types(codes, *x.shape)
     return call_host("normfuse_quantize_cast", [x, maxima], types, **flags)
 
