@@ -63,8 +63,7 @@ __device__ inline void encode_at_random(const Vector& values, unsigned seed, uns
 template <bool kVectors>
 __device__ inline void run(const Element* z, const int* labels, const float* mosts, const float* as,
                            const float* bs, const unsigned* seeds, Fp8* q, Fp8* qt, long long rows,
-                           long long columns, int group, float softcap, float rest,
-                           float share) {
+                           long long columns, int group, float softcap, float rest, float share) {
   __shared__ Row shared_rows[kRows * BLOCK_Y];
   // The pass for the statistics has read the last rows last.
   const Tile first = tile_of(rows, columns, group, gridDim.x - 1 - blockIdx.x);
@@ -92,8 +91,7 @@ __device__ inline void run(const Element* z, const int* labels, const float* mos
       seed = row.seed;
       if (!(row.a == 0 && row.b == 0)) {
         const int at = row.label - column;
-        out = gradient(loaded[i % BATCH], row.a, row.b, row.scaled_most, at, softcap,
-                       rest, share);
+        out = gradient(loaded[i % BATCH], row.a, row.b, row.scaled_most, at, softcap, rest, share);
       }
     }
     encode_at_random(out, seed, column, codes);
@@ -110,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if HAS_QT
                      Fp8* qt,
 #endif
-                     long long rows, long long columns, long long group, float softcap,
-                     float rest, float share) {
+                     long long rows, long long columns, long long group, float softcap, float rest,
+                     float share) {
 #if !HAS_Q
   Fp8* q = nullptr;
 #endif
