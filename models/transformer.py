@@ -335,8 +335,8 @@ def _look_up_backward(
     every = _without(sharding, words)
     tokens, dx = constrain(tokens, every.tokens), constrain(dx, every.block_input)
     zeros = constrain(jnp.zeros(table.shape, compute_dtype(table.dtype)), words)
-    sums = zeros.at[tokens].add(dx.astype(zeros.dtype), mode="drop")
-    return None, constrain(sums.astype(table.dtype), words)
+    sums = constrain(zeros.at[tokens].add(dx.astype(zeros.dtype), mode="drop"), words)
+    return None, sums.astype(table.dtype)  # scattered over devices before it is rounded
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward)
