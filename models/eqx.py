@@ -103,7 +103,7 @@ class _Layers:
     def linear(self, n: int, m: int, use_bias: bool = False) -> Linear:
         options: dict[str, Any] = {**self.options, "quantization": self.config.quantization}
         options["key"] = self.key
-        return Linear(n, m, use_bias=use_bias, **options)
+        return Linear(in_features=n, out_features=m, use_bias=use_bias, **options)
 
     def norm(self, n: int) -> RMSNorm:
         c = self.config
