@@ -45,7 +45,7 @@ class Lookup:
 
     dtype: str
     mode: GatherScatterMode = GatherScatterMode.FILL_OR_DROP
-    fill: Any = None  # what an index outside the table gives; None for JAX's own
+    fill: Any = None  # the value of an index outside the table; None for JAX's own
     table: tuple[tuple[int, ...], str] = ((), "float32")
     op: str = "lookup"
 
@@ -198,7 +198,7 @@ def _pull_gradient(cts: Any, dy: Any, indices: Array, *, spec: Lookup, order: Or
     if type(ct) is ad.Zero:
         return [None, None]
     spec = dataclasses.replace(spec, dtype=dy.aval.dtype.name, fill=0)
-    if spec.mode == GatherScatterMode.PROMISE_IN_BOUNDS:  # what is outside has no gradient
+    if spec.mode == GatherScatterMode.PROMISE_IN_BOUNDS:  # an index outside has no gradient
         spec = dataclasses.replace(spec, mode=GatherScatterMode.FILL_OR_DROP)
     return [*lookup_op(spec, ct, indices, order=order), None]
 

@@ -691,7 +691,7 @@ MUTANTS = [
         'return closed, "border"',
         "tests/fuse/test_choices.py::test_ours_is_what_theirs_is[a loss-None]",
     ),
-    Mutant(  # what a masked word's label costs
+    Mutant(  # the cost of a masked word's label
         "layers/fuse/losses.py",
         "number = self.hidden[1] - lse * together if",
         "number = self.hidden[1] if",

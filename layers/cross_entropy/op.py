@@ -56,7 +56,7 @@ class Spec:
     plain: bool = False  # plain HLO rather than the softmax's kernels
     wanted: tuple[bool, bool] = (True, True)  # gradients to compute: of x, of the kernel
     unused: bool = False  # rows may have weight 0, and then x may be NaN
-    bias: bool | None = None  # whether its gradient is to be computed; None without a bias
+    bias: bool | None = None  # True if its gradient is wanted; None without a bias
     groups: int = 0  # leading dimensions of x with a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
     quantized: bool = False  # the gradient's products are of FP8 codes, where the kernel fits
@@ -397,7 +397,7 @@ def _argmax_body(
         if not part.axes:
             return [word], []
         best = jnp.take_along_axis(c, word[:, None], 1)[:, 0]
-        # Of the devices with the row's best, a NaN if there is one, the first word is chosen.
+        # The first word wins among devices that have the row's best, or a NaN if there is one.
         rank = jnp.isnan(best).astype(jnp.int32)
         best = jnp.where(rank, 0, best)
         top = lax.pmax(rank, part.axes)

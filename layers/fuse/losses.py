@@ -211,7 +211,7 @@ class Loss(Site):
             labels, ignore = jnp.where((labels >= 0) & (labels < self.vocabulary), labels, -1), -1
         elif selected is not None:  # -1 is a label outside here, and not ignored
             labels = jnp.where(labels < 0, self.vocabulary, labels)
-        if self.hidden and self.labels is not None:  # what they cost is added later, or not taken
+        if self.hidden and self.labels is not None:  # their cost is added later, or not taken
             word = int(np.argmin(self.hidden[0]))
             labels = jnp.where(self._is_hidden(read, place), word, labels)
         if selected is not None:  # the others cost 0, whatever their labels
@@ -353,7 +353,8 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     logits = g.avals[base.dot.outs[0]].dtype
     if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
         factor = 1.0  # cap · (1 / cap), as its dtype rounds it
-    logits = functools.reduce(jnp.promote_types, [logits, *base.added])  # as the bias is added
+    # The bias is added in the widest of these.
+    logits = functools.reduce(jnp.promote_types, [logits, *base.added])
     if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
         raise Left(f"its logits are multiplied by {factor:g}, which {dtype} operands would round")
     why = ""

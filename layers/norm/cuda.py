@@ -292,7 +292,7 @@ def _backward_in_one_launch(call: Call) -> list[jax.Array] | None:
     if chosen is None:
         return None
     (layout, lanes), n = chosen, call.features
-    columns = lanes * layout.vector  # of a block that makes dscale
+    columns = lanes * layout.vector  # a block makes dscale of these
     call.results["DSCALE"] = jax.ShapeDtypeStruct((n,), call.compute)
     macros = {"LANES": lanes, "COLUMN_BLOCKS": -(-n // columns)}
     # the sums along a row, or those over rows of each warp

@@ -35,7 +35,7 @@ from .spec import (
 _WEIGHT = ("centred", "scale_offset", "has_scale")
 _GRADIENT = (*_WEIGHT, "has_residual", "with_dscale", "with_dbias")
 _KNOWN = ("has_residual", "with_mean", "with_rstd")
-_ATTRIBUTES = {  # of the C++ handlers
+_ATTRIBUTES = {  # the C++ handlers take these
     "forward": ("eps", *_WEIGHT, "cast_before", "has_bias", *_KNOWN),
     "row_statistics": ("centred",),
     "apply": (*_WEIGHT, "cast_before", "has_bias"),

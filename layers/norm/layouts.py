@@ -317,9 +317,9 @@ _HELD_DOUBLE = (
 
 # ---------------------------------------------------------------- the backward's layouts
 
-# Measured on an H200 (benchmarks/results): each is the best, or within 1 %
-# of it, of some 150 that were timed at 256, 1024, 2048, 4096, 7168, 8192, 12288, 16384, 18432 and
-# 32768 features of bfloat16, or of 20 to 40 at 1280, 1408, 1536, 1792, 2240, 2560, 2880, 3072,
+# Measured on an H200 (benchmarks/results): each is the best, or within 1 % of the best, among some
+# 150 that were timed at 256, 1024, 2048, 4096, 7168, 8192, 12288, 16384, 18432 and 32768 features
+# of bfloat16, or of 20 to 40 at 1280, 1408, 1536, 1792, 2240, 2560, 2880, 3072,
 # 3200, 3584, 4608 and 5120. What they have in common: a multiprocessor has few threads (256 to
 # 1024), each with many registers, that work on 24 to 35 KB of dy and x, up to 4096 features: with
 # 20 to 23, or with 37, a pass takes 8 to 12 % more time, however deep the copies to each block are.
@@ -345,10 +345,11 @@ _BACKWARD = (
     Step(4224, chunks=6, slices=2, hold=True),
     Step(8192, chunks=2, slices=8, blocks=2, stages=3),
 )
-# Of rows of 2 bytes an element on devices of these names. With an H100's memory, of 3.0 TB/s in
-# place of 4.2, the steps above reach .91 to .94 of the copy rate, and others .95 to 1.01 that are
-# slow on an H200: it wants fewer copies on their way at once. Of some 170 timed at each of 256,
-# 1024, 2048, 4096, 5120, 8192 and 32768 features of bfloat16; other lengths have the steps above.
+# Devices of these names take these steps for rows of 2 bytes an element. With an H100's memory, of
+# 3.0 TB/s in place of 4.2, the steps above reach .91 to .94 of the copy rate, and others .95 to
+# 1.01 that are slow on an H200: it wants fewer copies on their way at once. Of some 170 timed at
+# each of 256, 1024, 2048, 4096, 5120, 8192 and 32768 features of bfloat16; other lengths have the
+# steps above.
 _BACKWARD_ON = {
     "NVIDIA H100 80GB HBM3": (
         Step(64, chunks=1, fill=128, blocks=4, hold=True),
@@ -481,7 +482,7 @@ def _backward_steps(rows: Rows) -> _Steps:
     return _BACKWARD_ON.get(rows.target.name if rows.itemsize == 2 else "", _BACKWARD)
 
 
-# What spilled would pass through the cache again. The numbers are what NVRTC's assembler needs for
+# Spilled registers would pass through the cache again. NVRTC's assembler needs these numbers for
 # sm_90, for bfloat16 of 512 to 65536 features.
 
 
@@ -519,7 +520,7 @@ def _eased_backward(rows: Rows, layout: RowLayout) -> RowLayout:
 # ---------------------------------------------------------------- the backward of few rows
 # The kernel is rms_norm_backward_in_one_launch.cu. Where dy and x stay in the cache they can be
 # read twice, by blocks that make dx and by others that make dscale: a second launch, which adds up
-# what each block has of dscale, costs more.
+# each block's part of dscale, costs more.
 
 
 _CACHED_BYTES = 16 << 20  # dy's and x's: beyond, one reading and a second launch are faster

@@ -20,7 +20,7 @@ from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Arrays, Call, Out, before
 from .spec import PARAMETERS, STATISTICS, Norm
 
-Values = dict[str, Any]  # of a tile, by the names of `Norm.names`; and "W", the weight, or 1
+Values = dict[str, Any]  # a tile's, by the names of `Norm.names`; and "W", the weight, or 1
 
 
 @dataclass(frozen=True)

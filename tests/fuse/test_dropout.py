@@ -57,7 +57,7 @@ def test_a_router_has_no_row():
     assert not [row for row in fused.rows if domain(row) == "attention"], str(fused)
 
 
-HIDDEN = {  # what dropout scales, and the activation's name in the report
+HIDDEN = {  # dropout scales these; and the activation's name in the report
     "gelu, gated": (lambda g, u: jax.nn.gelu(g) * u, "gelu_tanh"),
     "silu, gated, the other way round": (lambda g, u: u * jax.nn.silu(g), "silu"),
     "gelu": (lambda g, u: jax.nn.gelu(g, approximate=False), "gelu"),

@@ -42,7 +42,7 @@ def scanned(table, ids):
     return lax.scan(lambda total, i: (total + low(table)[i], None), jnp.zeros((T, E), bf16), ids)[0]
 
 
-SERVED = {  # of a float32 table (R, E) and indices (B, T): rows, and how many lookups
+SERVED = {  # functions of a float32 table (R, E) and indices (B, T): rows, and how many lookups
     "a cast and an index": (lambda t, i: low(t)[i], 1),
     "take": (lambda t, i: jnp.take(low(t), i, axis=0), 1),
     "take, clipped": (lambda t, i: jnp.take(low(t), i + 40, axis=0, mode="clip"), 1),

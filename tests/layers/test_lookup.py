@@ -150,7 +150,7 @@ def scalar(function, mode=FILL):
     return lambda table, indices: jnp.sum(jnp.sin(function(spec, table, indices)))
 
 
-TRANSFORMED = {  # of a function of a table (20, 3) and indices (4, 9)
+TRANSFORMED = {  # transformations of a function of a table (20, 3) and indices (4, 9)
     "gradient": lambda f, t, i: jax.grad(f)(t, i),
     "in jit and remat": lambda f, t, i: jax.jit(jax.grad(jax.checkpoint(f)))(t, i),
     "vmap over indices": lambda f, t, i: jax.vmap(jax.grad(f), (None, 1))(t, i),

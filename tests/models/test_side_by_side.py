@@ -51,5 +51,5 @@ def test_a_transformer_in_parts_has_the_loss_and_gradient_of_the_whole(framework
         # 100 float32 roundings of the largest number
         np.testing.assert_allclose(a, b, rtol=0, atol=100 * 2**-24 * np.abs(b).max())
     found = ties(jax.make_jaxpr(lambda p: mean_loss(model, p, tokens, 2))(params))
-    # What is gathered, and the first products with it, of attention, of the MLP and at the end.
+    # Attention, the MLP and the end each gather kernels, and multiply by them first.
     assert [len(operands) for operands in found] == [4, 4, 3, 3] * model.config.num_layers
