@@ -585,8 +585,8 @@ MUTANTS = [
     ),
     Mutant(  # an argmax without a loss beside it
         "layers/fuse/losses.py",
-        "elif not isinstance(site, BestWords) or site.dead in lost:",
-        "else:",
+        "sites = [s for s in sites if not isinstance(s, BestWords) or s.dead in lost]",
+        "sites = [*sites]",
         "tests/fuse/test_statistics.py::test_other_statistics_keep_the_logits[no loss]",
     ),
     Mutant(  # the last of equal words, where devices have parts of the vocabulary

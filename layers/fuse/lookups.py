@@ -20,7 +20,7 @@ from .indexing import columns
 from .indices import Affine
 from .labels import UNCHANGED
 from .program import Equation, Program
-from .sites import Left, Site
+from .sites import Left, Site, together
 
 MANY = 2**16
 """In float32 a GPU scatters fast, but for this many indices of few rows."""
@@ -68,19 +68,17 @@ class Joined(Site):
 
 def joined(program: Program, sites: list[Site]) -> list[Site]:
     """Returns sites with the lookups of one table as one, where no index needs another's rows."""
-    groups: dict[Any, list[Rows]] = {}
-    for site in sites:
-        if isinstance(site, Rows) and site.spec is not None:
-            key = site.reads[0], site.spec, program.avals[site.reads[1]].dtype
-            groups.setdefault(key, []).append(site)
-    for group in groups.values():
-        outs = tuple(v for site in group for v in site.outs)
-        reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
-        if len(group) > 1 and not any(program.depends(r, outs) for r in reads):
-            served = f"{group[0].served}, with {len(group) - 1} more"
-            one = Joined(outs, reads, (), group[0].what, served, tuple(group))
-            sites = [*[site for site in sites if site not in group], one]
-    return sites
+
+    def key_of(site: Site) -> Any:
+        if not isinstance(site, Rows) or site.spec is None:
+            return None
+        return site.reads[0], site.spec, program.avals[site.reads[1]].dtype
+
+    def one(outs: tuple[int, ...], reads: tuple[int, ...], group: list[Rows]) -> Site:
+        served = f"{group[0].served}, with {len(group) - 1} more"
+        return Joined(outs, reads, (), group[0].what, served, tuple(group))
+
+    return together(program, sites, key_of, one)
 
 
 def _table(program: Program, v: int) -> int | None:

@@ -21,7 +21,7 @@ from .labels import Dims, Labels, arrange, atoms, expand, size
 from .products import unfit
 from .program import Program
 from .scores import Operands, ScoreForms
-from .sites import Left, Site
+from .sites import Left, Site, together
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -273,24 +273,16 @@ class BestWords(Site):
 
 def joined(program: Program, sites: list[Site]) -> list[Site]:
     """Returns sites with those of one product's losses as one, and best words beside them alone."""
-    groups: dict[Any, list[Loss]] = {}
-    others = []
     lost = {site.dead for site in sites if isinstance(site, Loss)}
-    for site in sites:
-        if isinstance(site, Loss):
-            groups.setdefault((site.key, site.rows), []).append(site)
-        elif not isinstance(site, BestWords) or site.dead in lost:
-            others.append(site)
-    for group in groups.values():
-        outs = [v for site in group for v in site.outs]
-        reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
-        if len(group) == 1 or any(program.depends(r, outs) for r in reads):
-            others += group
-            continue
+    sites = [s for s in sites if not isinstance(s, BestWords) or s.dead in lost]
+
+    def one(outs: tuple[int, ...], reads: tuple[int, ...], group: list[Loss]) -> Site:
         first = group[0]
         served = first.served.replace("sum", "a row each")
-        others.append(Losses(tuple(outs), reads, first.dead, first.what, served, tuple(group)))
-    return others
+        return Losses(outs, reads, first.dead, first.what, served, tuple(group))
+
+    key_of = lambda site: (site.key, site.rows) if isinstance(site, Loss) else None
+    return together(program, sites, key_of, one)
 
 
 def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> Loss:
