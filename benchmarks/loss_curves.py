@@ -49,7 +49,7 @@ def steps_of(preset: str, tokens: float, flags: Sequence[str]) -> int:
 def train(folder: pathlib.Path, seed: int, name: str, steps: int, given: Sequence[str]) -> bool:
     """Trains a run, or the rest of it, in a process; returns whether it ended well."""
     flags = ["--precision", "bfloat16", "--seed", seed, "--steps", steps, "--out-dir", folder]
-    flags += ["--checkpoint.every", max(1, steps // 10), "--eval.every", 0, "--sample.tokens", 0]
+    flags += ["--checkpoint.every", max(1, steps // 10), "--eval.every", 0]
     command = [sys.executable, "-m", "normfuse.train", *flags, *given, *VERSIONS[name]]
     return subprocess.run([str(word) for word in command]).returncode == 0
 

@@ -143,9 +143,8 @@ def breakdown(name: str, take: Take) -> str:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             take(3)
-        times, idle = profiling.read_trace(pathlib.Path(folder))
-    kinds = profiling.by_kind(times, idle, 3)
-    return f"{name}: {json.dumps(kinds)}\n{profiling.table(times, 3)}"
+        times = profiling.read_trace(pathlib.Path(folder))
+    return f"{name}:\n{profiling.table(times, 3)}"
 
 
 # ---------------------------------------------------------------- PyTorch

@@ -98,7 +98,6 @@ def gated_mlp(
     linear: type,
     *,
     hidden_sharding: jax.P | None = None,
-    products: Callable[[list[Array]], list[Array]] = list,
 ) -> Array:
     """Returns the MLP of three layers `gate` (or None), `up` and `down`.
 
@@ -110,7 +109,6 @@ def gated_mlp(
       x: `(*rows, features)`.
       linear: the class of its layers.
       hidden_sharding: as for `normfuse.gated_product`.
-      products: of the results of the first products, one or two: the same arrays, marked.
     """
     layers = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
     layers = {name: layer for name, layer in layers.items() if layer is not None}
@@ -123,7 +121,7 @@ def gated_mlp(
         options |= options_of("GatedMLP", mlp, dtype)
         return apply_mlp(x, kernels, biases, **options)
     down = layers.pop("down")
-    gate, *up = products([layer(x) for layer in layers.values()])
+    gate, *up = [layer(x) for layer in layers.values()]
 
     def call() -> Array:
         hidden = finish(gate, None, mlp.activation, gate.dtype, *up)

@@ -11,7 +11,6 @@ from jax import Array
 from ..layers.attention import attention
 from ..native.dtypes import compute_dtype
 from .config import AttentionImplementation, RopeScaling, TransformerConfig
-from .side_by_side import pause
 
 
 class Rope(NamedTuple):
@@ -132,7 +131,6 @@ def attend(
     if cache is not None:
         cache = KeyValue(_add(cache.keys, k, start), _add(cache.values, v, start))
         return _attend_past(q, cache.keys, cache.values, start, scale, softcap, window), cache
-    q, k, v = pause((q, k, v))
     served_by = None if implementation == "auto" else implementation
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": window}
     options["segment_ids"] = segments

@@ -266,22 +266,3 @@ def num_parameters(config: TransformerConfig) -> int:
     count = lambda shapes: sum(map(math.prod, shapes.values()))
     first, block, last = map(count, _shapes(config))
     return first + config.num_layers * block + last
-
-
-def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
-    """Counts the model's floating-point operations per token, forward and backward, for MFU.
-
-    `6 * N + 12 * num_layers * num_heads * head_dim * seq_len`, where N counts the weights of
-    matrix products (blocks and output projection, not the embedding): one multiplication and one
-    addition forward, twice that backward. The second term is attention's two products over the
-    whole sequence, or over the window of a local layer. To compare with published figures, the
-    causal half is not discounted and recomputation (`remat`) is not added.
-
-    References: Chowdhery et al., PaLM, appendix B, arXiv:2204.02311.
-    """
-    c = config
-    kernels = sum(math.prod(shape) for shape in _shapes(c)[1].values() if len(shape) == 2)
-    matmuls = c.num_layers * kernels + c.vocab_size * c.dim
-    local = sum(map(c.is_local, range(c.num_layers)))
-    attended = c.num_layers * seq_len - local * max(seq_len - (c.sliding_window or seq_len), 0)
-    return 6 * matmuls + 12 * c.num_heads * c.head_dim * attended

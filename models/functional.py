@@ -14,7 +14,7 @@ from ..native.implementation import requested
 from . import parameters
 from .attention import Cache
 from .config import TransformerConfig
-from .sharding import Sharding, divides, stored, with_auto_axes
+from .sharding import Sharding, divides, stored
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -56,14 +56,13 @@ class Functional:
         """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
 
         With `segment_ids`, integers of the same shape, tokens attend only to those of equal ids.
-        On a mesh of Explicit axes the logits' type has the spec `sharding.logits`.
 
         Raises:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
         run = self._fused(lambda model, *given: model(*given))
-        return with_auto_axes(run, self.sharding.logits)(params, tokens, segment_ids)
+        return run(params, tokens, segment_ids)
 
     def loss(
         self,
@@ -71,8 +70,6 @@ class Functional:
         tokens: Array,
         targets: Array,
         segment_ids: Array | None = None,
-        *,
-        reduction: Literal["mean", "none"] = "mean",
         **options: Any,
     ) -> Array:
         """Returns the cross-entropy of the next tokens in nats, float32.
@@ -86,17 +83,14 @@ class Functional:
           targets: the tokens that follow, of the same shape.
           segment_ids: integers of the same shape, as documents packed in rows have: tokens attend
             only to those of equal ids.
-          reduction: "mean" for one number, "none" for each token's.
-          **options: `logits_dtype`, `z_loss`, `ignore` and others of `linear_cross_entropy`.
+          **options: `reduction`, `logits_dtype` and others of `linear_cross_entropy`.
 
         Raises:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        options["reduction"] = reduction
         run = self._fused(lambda model, *given: model.loss(*given, **options))
-        spec = self.sharding.tokens if reduction == "none" else P()
-        return with_auto_axes(run, spec)(params, tokens, targets, segment_ids)
+        return run(params, tokens, targets, segment_ids)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
@@ -116,26 +110,20 @@ class Functional:
             return run
         return fuse(run, quantization=self.config.quantization, report=lambda _: None)
 
-    def names(self, params: Params) -> Params:
-        """Returns each parameter's canonical name, in the structure of `params`."""
-        return parameters.names(params)
-
-    def shardings(self, params: Any, mesh: Mesh, sharding: Sharding | None = None) -> Any:
+    def shardings(self, params: Any, mesh: Mesh) -> Any:
         """Returns a `NamedSharding` for every parameter, in the structure of `params`.
 
         Args:
           params: parameters, abstract or not; also gradients, or an optimizer's state that holds
             such trees. Scalars are replicated.
           mesh: its axes are among "data", "fsdp" and "tensor".
-          sharding: the specs; the model's own when None.
 
         Raises:
           ValueError: naming a parameter that the mesh does not divide.
         """
-        sharding = sharding or self.sharding
 
         def place(path: tuple, leaf: Any) -> NamedSharding:
-            spec = stored(sharding.of_leaf(path) if leaf.ndim else P(), mesh.shape)
+            spec = stored(self.sharding.of_leaf(path) if leaf.ndim else P(), mesh.shape)
             if not divides(spec, leaf.shape, mesh.shape):
                 name, shape = parameters.name_of(path)[0], leaf.shape
                 raise ValueError(

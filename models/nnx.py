@@ -4,7 +4,6 @@ model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
 logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -84,12 +83,6 @@ class Transformer(transformer.Transformer, nnx.Module):
     """
 
     checkpoint = staticmethod(nnx.remat)
-
-    @staticmethod
-    def map_parameters(function: Callable[[Any], Any], module: nnx.Module) -> nnx.Module:
-        """Returns the module with `function` applied to the pytree of its parameters."""
-        graphdef, state = nnx.split(module)
-        return nnx.merge(graphdef, function(nnx.to_pure_dict(state)))
 
     def __init__(
         self, config: TransformerConfig, sharding: Sharding | None = None, *, rngs: nnx.Rngs

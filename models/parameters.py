@@ -69,11 +69,6 @@ def name_of(path: tuple) -> tuple[str, bool]:
     return ".".join(parts), is_kernel
 
 
-def names(tree: Any) -> Any:
-    """Returns a tree of the same structure that holds each leaf's canonical name."""
-    return jax.tree.map_with_path(lambda path, leaf: name_of(path)[0], tree)
-
-
 def to_dict(tree: Any) -> dict[str, Array]:
     """Collects a model's parameters under their canonical names, in Flax's layout."""
     values = {}

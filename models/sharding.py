@@ -14,23 +14,19 @@ References:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+from collections.abc import Container, Mapping
 
 import jax
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..layers.core.sharding import axes_of
-from ..native.dtypes import holds
 from .config import TransformerConfig
 from .parameters import name_of
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = AXES[:2]
-GATHERED = "normfuse_gathered"  # the name by which `jax.checkpoint` keeps gathered kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +46,6 @@ class Sharding:
       heads: `(batch, seq, heads, head_dim)`.
       hidden: `(batch, seq, mlp_dim)`.
       logits: `(batch, seq, vocab)`.
-      keep_gathered: with `remat`, keep the kernels gathered over "fsdp" in the forward for the
-        backward (`gather_kernels`), where the recomputed block would gather them again. Without
-        effect in FP8.
     """
 
     embedding: P = P("tensor", "fsdp")
@@ -67,7 +60,6 @@ class Sharding:
     heads: P = P(BATCH, None, "tensor", None)
     hidden: P = P(BATCH, None, "tensor")
     logits: P = P(BATCH, None, "tensor")
-    keep_gathered: bool = False
 
     @classmethod
     def sequence_parallel(cls, *, by_rows: bool = False) -> "Sharding":
@@ -122,17 +114,15 @@ def constrain(x: Array, spec: P) -> Array:
     Axes drop out of the spec if the mesh lacks them, a `shard_map` has taken them over, or they do
     not divide the array (one prompt, or the single token of a decoding step).
     """
-    here = in_context(spec)
-    if here is None:
+    auto = _auto_axes()
+    if math.prod(auto.values()) == 1:
         return x
-    sizes = _axes_in_context(AxisType.Auto)
-    fits = [_dividing(*each, sizes) for each in zip(x.shape, here, strict=False)]
-    return jax.lax.with_sharding_constraint(x, P(*fits))
+    return jax.lax.with_sharding_constraint(x, _fitting(spec, x.shape, tuple(auto.items())))
 
 
 def in_context(spec: P) -> P | None:
     """Returns `spec` with the axes of the mesh in context; None if there is nothing to place."""
-    auto = _axes_in_context(AxisType.Auto)
+    auto = _auto_axes()
     return None if math.prod(auto.values()) == 1 else on_mesh(spec, auto)
 
 
@@ -142,70 +132,16 @@ def axes_of_words(sharding: Sharding, rows: int, words: int) -> tuple[str, ...]:
     These are "tensor" and, if it splits a table of more words than there are rows to look up,
     "fsdp": then the rows that are found move between its devices. Otherwise the table does.
     """
-    mesh = _axes_in_context(AxisType.Auto)
+    mesh = _auto_axes()
     split = on_mesh(sharding.embedding, mesh)
     return axes_of((stored(split, mesh) if rows < words else split)[0])
 
 
-def gather_kernels(block: Any, dtype: str, sharding: Sharding) -> Any:
-    """Returns a block's parameters with its kernels gathered over "fsdp", named `GATHERED`.
-
-    Kept from the forward pass, they take the memory of all blocks' kernels (of each "tensor"
-    device's part) in the dtype of the products, and the backward gathers nothing again: ZeRO's
-    second stage instead of its third. Parameters, gradients and the optimizer's state stay in
-    pieces. Without a mesh that splits "fsdp" the parameters are returned as they are.
-
-    Args:
-      block: a pytree of parameters in either framework's structure.
-      dtype: of the products. A wider kernel is rounded before it is gathered; its gradient is not.
-      sharding: of the parameters.
-    """
-
-    def gather(path: tuple, kernel: Array) -> Array:
-        if kernel.ndim < 2:
-            return kernel
-        spec = on_mesh(sharding.of_leaf(path), ("tensor",))
-        # A kernel that the products take as it is stays linked to its main gradient.
-        return (_gather if holds(dtype, kernel.dtype) else _round_and_gather)(kernel, dtype, spec)
-
-    split = _axes_in_context(AxisType.Auto).get("fsdp", 1) > 1
-    return jax.tree.map_with_path(gather, block) if split else block
-
-
-def _gather(kernel: Array, dtype: str, spec: P) -> Array:
-    narrow = kernel if holds(dtype, kernel.dtype) else kernel.astype(dtype)
-    return checkpoint_name(constrain(narrow, spec), GATHERED)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _round_and_gather(kernel: Array, dtype: str, spec: P) -> Array:
-    """Widens a kernel again, so that its gradient is wide: XLA drops both conversions."""
-    return _gather(kernel, dtype, spec).astype(kernel.dtype)
-
-
-@_round_and_gather.defjvp
-def _(dtype: str, spec: P, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (kernel,) = primals
-    return _gather(kernel, dtype, spec).astype(kernel.dtype), tangents[0]
-
-
-def with_auto_axes(function: Callable[..., Array], spec: P) -> Callable[..., Array]:
-    """Wraps `function` so that XLA places its arrays on a mesh of Explicit axes, too.
-
-    The result's type there has `spec`. On other meshes, and without one, returns `function`.
-    """
-    explicit = _axes_in_context(AxisType.Explicit)
-    if not explicit:
-        return function
-    out = on_mesh(spec, explicit)
-    auto: Any = jax.sharding.auto_axes  # by its types, it may return a decorator
-    return auto(function, axes=tuple(explicit), out_sharding=out)
-
-
-def _axes_in_context(kind: AxisType) -> dict[str, int]:
+def _auto_axes() -> dict[str, int]:
+    """Returns the sizes of the Auto axes of the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: mesh.shape[name] for name, its_kind in kinds if its_kind == kind}
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto}
 
 
 def on_mesh(spec: P, axes: Container[str]) -> P:
@@ -217,14 +153,18 @@ def on_mesh(spec: P, axes: Container[str]) -> P:
     return P(*entries)
 
 
-def _dividing(size: int, entry: Any, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the first axes of a spec's entry that together divide a dimension."""
-    kept: tuple[str, ...] = ()
-    for name in axes_of(entry):
-        if size % math.prod(sizes[axis] for axis in (*kept, name)):
-            break
-        kept += (name,)
-    return kept or None
+@functools.cache
+def _fitting(spec: P, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> P:
+    """Returns `spec` with the axes of these sizes that, from the first on, divide an array."""
+    entries = []
+    for size, entry in zip(shape, on_mesh(spec, dict(sizes)), strict=False):
+        kept: tuple[str, ...] = ()
+        for name in axes_of(entry):
+            if size % math.prod(dict(sizes)[axis] for axis in (*kept, name)):
+                break
+            kept += (name,)
+        entries.append(kept or None)
+    return P(*entries)
 
 
 def divides(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> bool:

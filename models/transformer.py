@@ -6,7 +6,7 @@ framework's layers. A module calls its parts, so that a replaced one is called i
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,33 +23,16 @@ from ..native.dtypes import compute_dtype
 from ..native.implementation import requested
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate, soft_capped
 from .config import TransformerConfig
-from .sharding import GATHERED, Sharding, axes_of_words, constrain, gather_kernels, in_context
-from .side_by_side import pause
+from .sharding import Sharding, axes_of_words, constrain, in_context
 
 
-class Layers(Protocol):
-    """A framework's layers. Their parameters are placeholders for `initial_parameters`."""
+def parts(layers: Any, sharding: Sharding) -> dict[str, Any]:
+    """Makes the parts of a `Transformer` by name.
 
-    config: TransformerConfig
-    attention: type
-    mlp: type
-    block: type
-
-    def linear(self, n: int, m: int, use_bias: bool = False) -> Any:
-        """Returns a linear layer for arrays `(*rows, n)`."""
-        ...
-
-    def norm(self, n: int) -> Any:
-        """Returns an RMSNorm of the last axis, of length n."""
-        ...
-
-    def embedding(self) -> Any:
-        """Returns the table of the vocabulary."""
-        ...
-
-
-def parts(layers: Layers, sharding: Sharding) -> dict[str, Any]:
-    """Makes the parts of a `Transformer` by name."""
+    `layers` has the configuration and makes a framework's layers, whose parameters are placeholders
+    for `initial_parameters`: `linear(n, m, use_bias)` for arrays `(*rows, n)`, `norm(n)`,
+    `embedding()`; and its classes `attention`, `mlp` and `block`.
+    """
     c = layers.config
     block = lambda i: layers.block(layers, sharding, c.is_local(i))
     return {
@@ -75,11 +58,6 @@ class Transformer:
     norm: Any
     head: Any
     checkpoint: Callable[..., Callable[..., Any]] = staticmethod(jax.checkpoint)
-
-    @staticmethod
-    def map_parameters(function: Callable[[Any], Any], module: Any) -> Any:
-        """Returns the module with `function` applied to the pytree of its parameters."""
-        return function(module)
 
     def __call__(self, tokens: Array, segment_ids: Array | None = None) -> Array:
         """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
@@ -163,18 +141,12 @@ def _hidden(
     x = embed(tokens, _table(model.embed), config.dtype, sharding)
     x = x * config.dim**0.5 if config.scale_embeddings else x
 
-    def run(layer: Any, *inputs: Any) -> Any:
-        if sharding.keep_gathered and config.remat != "none" and config.quantization is None:
-            gather = functools.partial(gather_kernels, dtype=config.dtype, sharding=sharding)
-            layer = model.map_parameters(gather, layer)
-        return layer(*inputs)
-
-    run = _remat(run, config, model.checkpoint)
+    run = _remat(lambda layer, *inputs: layer(*inputs), config, model.checkpoint)
     present = []
     for layer, layer_past, local in zip(model.layers, past, locality, strict=True):
         x, layer_present = run(layer, x, ropes[local], layer_past)
         present.append(layer_present)
-    x = constrain(pause(model.norm(x)), sharding.block_input)
+    x = constrain(model.norm(x), sharding.block_input)
     return x, cache and Cache(tuple(present), start + seq)
 
 
@@ -182,13 +154,13 @@ def _remat(function: Callable, config: TransformerConfig, checkpoint: Callable) 
     """Returns the function of one block, whose backward recomputes what `config.remat` says.
 
     "none" keeps everything. "block" keeps a block's inputs. "dots" also keeps the results of the
-    products with weights, but not attention's scores, so that no GEMM runs twice. Kernels that
-    `gather_kernels` gathered are kept by both, and so are the FP8 codes of kernels.
+    products with weights, but not attention's scores, so that no GEMM runs twice. FP8 codes of
+    kernels are kept by both.
     """
     if config.remat == "none":
         return function
     policies = jax.checkpoint_policies
-    saveable = [policies.save_only_these_names(GATHERED), kernel_codes_saveable]
+    saveable = [kernel_codes_saveable]
     if config.remat == "dots":
         saveable += [policies.dots_with_no_batch_dims_saveable, products_saveable]
     return checkpoint(function, policy=functools.reduce(policies.save_from_both_policies, saveable))
@@ -200,7 +172,7 @@ class Block:
     What they read is normalised (`norms="pre"`), what they add ("post"), or both.
     """
 
-    def __init__(self, layers: Layers, sharding: Sharding, local: bool):
+    def __init__(self, layers: Any, sharding: Sharding, local: bool):
         self.sharding, c = sharding, layers.config
         norm = lambda exists: layers.norm(c.dim) if exists else None
         before, after = c.norms != "post", c.norms != "pre"
@@ -214,17 +186,17 @@ class Block:
     ) -> tuple[Array, KeyValue | None]:
         """Returns the new x, `(batch, seq, dim)`, and the layer's cache."""
         place, norm = self.sharding, lambda layer, x: x if layer is None else layer(x)
-        h = constrain(pause(norm(self.attention_norm, x)), place.block_input)
+        h = constrain(norm(self.attention_norm, x), place.block_input)
         h, cache = self.attention(h, rope, cache)
         x = x + norm(self.attention_post_norm, constrain(h, place.residual))
-        h = self.mlp(constrain(pause(norm(self.mlp_norm, x)), place.block_input))
+        h = self.mlp(constrain(norm(self.mlp_norm, x), place.block_input))
         return x + norm(self.mlp_post_norm, constrain(h, place.residual)), cache
 
 
 class Attention:
     """Grouped-query attention with rotary embedding, over a window if `local`."""
 
-    def __init__(self, layers: Layers, sharding: Sharding, local: bool):
+    def __init__(self, layers: Any, sharding: Sharding, local: bool):
         c = self.config = layers.config
         self.sharding, self.local = sharding, local
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -266,7 +238,7 @@ class MLP:
 
     layer: type  # the class of its layers
 
-    def __init__(self, layers: Layers, sharding: Sharding):
+    def __init__(self, layers: Any, sharding: Sharding):
         self.sharding, c = sharding, layers.config
         self.activation, self.implementation = c.activation, c.implementation
         self.quantization = c.quantization
@@ -277,7 +249,7 @@ class MLP:
     def __call__(self, x: Array) -> Array:
         """Applies the MLP to `(batch, seq, dim)`."""
         spec = in_context(self.sharding.hidden)
-        return gated_mlp(self, x, self.layer, hidden_sharding=spec, products=pause)
+        return gated_mlp(self, x, self.layer, hidden_sharding=spec)
 
 
 # ---------------------------------------------------------------- tokens to vectors, and to logits

@@ -947,12 +947,6 @@ MUTANTS = [
         "tests/train/test_resume.py::test_other_run_is_not_continued",
     ),
     Mutant(
-        "train/step.py",
-        "return sum(losses[1:], losses[0]) / parts",
-        "return sum(losses[1:], losses[0])",
-        "tests/train/test_step.py::test_microbatches_sum_to_the_whole_gradient",
-    ),
-    Mutant(
         "train/lock.py",
         "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",

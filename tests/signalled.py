@@ -3,10 +3,9 @@
 An event is a signal that the run's process sends to itself as the phase begins (`SIGTERM`), or two
 (`SIGTERM+SIGTERM`), or its end without notice (`SIGKILL`, or so many seconds later, `SIGKILL 0.1`),
 or an error of this process alone (`failure`). A phase is one of `PHASES`, or `saved`, as a save has
-returned, or `exiting`; `stepping@7` is its seventh time.
+returned; `stepping@7` is its seventh time.
 """
 
-import atexit
 import itertools
 import os
 import signal
@@ -82,8 +81,5 @@ if __name__ == "__main__":
     faults = list(itertools.takewhile(lambda word: not word.startswith("--"), sys.argv[1:]))
     for fault in faults:
         phase, event = fault.split("=")
-        if phase == "exiting":
-            atexit.register(signal.raise_signal, signal.Signals[event])
-        else:
-            setattr(*interrupted(phase, event))
+        setattr(*interrupted(phase, event))
     entry(["train", *sys.argv[1 + len(faults) :]])

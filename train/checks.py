@@ -12,10 +12,9 @@ from .config import DistributedConfig, ModelConfig, OptimConfig, TrainConfig, as
 # A resumed run must have the same values of these ...
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len", "optim.mu_dtype")
 # ... but of a model's settings those that only say how it is computed may change ...
-COMPUTED = ("attention", "implementation", "quantization", "remat")
+_COMPUTED = ("attention", "implementation", "quantization", "remat")
 # ... and may change these without a word: where and how fast a run computes, and what it writes.
-_FREE = "data distributed eval lock_timeout out_dir preset profile resume sample watchdog".split()
-_FREE += ["tensorboard"]
+_FREE = "data distributed eval out_dir preset profile resume".split()
 _FORMAT = 2  # version of a checkpoint's record and state
 
 _COUNT = 2**31 - 1
@@ -23,16 +22,14 @@ _LEAST, _LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers of float32
 _BELOW_ONE = 1 - 2**-24  # in float32
 # Settings, and the smallest and the largest value of each.
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys("steps batch_size seq_len microbatches mesh.parts".split(), (1, _COUNT)),
+    **dict.fromkeys("steps batch_size seq_len microbatches".split(), (1, _COUNT)),
     **dict.fromkeys("checkpoint.keep eval.tokens eval.final_tokens".split(), (1, _COUNT)),
-    **dict.fromkeys("eval.every checkpoint.every sample.tokens".split(), (0, _COUNT)),
-    **dict.fromkeys("watchdog lock_timeout".split(), (0, _COUNT)),
+    **dict.fromkeys("eval.every checkpoint.every".split(), (0, _COUNT)),
     "distributed.timeout": (1, _COUNT),
     "seed": (0, 2**32 - 1),
     "model.num_layers": (1, 10_000),  # each is traced on its own, for some milliseconds
     **dict.fromkeys("optim.lr optim.eps".split(), (_LEAST, _LARGEST)),
     **dict.fromkeys("optim.weight_decay optim.clip spike".split(), (0, _LARGEST)),
-    "sample.temperature": (0, _LARGEST),
     "optim.final_lr": (0, 1),
     "optim.b1": (0, _BELOW_ONE),
     "optim.b2": (0, _BELOW_ONE),
@@ -55,9 +52,8 @@ def check(config: TrainConfig) -> None:
     warmup = config.optim.warmup or 0
     require(0 <= warmup <= config.steps, "optim.warmup", warmup, rule)
     require(not 0 < config.spike <= 1, "spike", config.spike, "must be above 1, or 0 for no limit.")
-    batch, unit = config.batch_size, config.pieces
-    into = f"--microbatches {config.microbatches} times --mesh.parts {config.mesh.parts}"
-    rule = f"cannot be split into {into}: take {near(batch, unit)}."
+    batch, unit = config.batch_size, config.microbatches
+    rule = f"cannot be split into --microbatches {unit}: take {near(batch, unit)}."
     require(batch % unit == 0, "batch-size", batch, rule)
     _check_mesh_sizes(config)
     _check_distributed(config.distributed)
@@ -128,7 +124,9 @@ def check_resume(
     different = {
         name: f"saved {saved.get(name)}, now {now.get(name)}"
         for name in sorted({*saved, *now})
-        if saved.get(name) != now.get(name) and name.split(".")[0] not in _FREE
+        if saved.get(name) != now.get(name)
+        and name.split(".")[0] not in _FREE
+        and (name in now or _is_fixed(name))  # not what only an older version had
     }
     refused = [f"{name} {values}" for name, values in different.items() if _is_fixed(name)]
     if refused:
@@ -154,7 +152,7 @@ def check_format(record: dict[str, Any]) -> None:
 def _is_fixed(name: str) -> bool:
     group, _, field = name.partition(".")
     fixed = group == "text" or not {group, name}.isdisjoint(_FIXED)
-    return fixed and not (group == "model" and field in COMPUTED)
+    return fixed and not (group == "model" and field in _COMPUTED)
 
 
 def _check_mesh_sizes(config: TrainConfig) -> None:
@@ -162,11 +160,6 @@ def _check_mesh_sizes(config: TrainConfig) -> None:
     for flag, size in sizes.items():
         rule = "must be a number of devices, or -1 for all that are left."
         require(size == -1 or size >= 1, flag, size, rule)
-    if config.mesh.keep_gathered and config.model.quantization is not None:
-        raise UsageError(
-            f"--mesh.keep-gathered does not go with --model.quantization "
-            f"{config.model.quantization}, whose gathered codes are not kept: leave one out."
-        )
 
 
 def _check_distributed(config: DistributedConfig) -> None:
@@ -178,9 +171,5 @@ def _check_distributed(config: DistributedConfig) -> None:
         )
     if config.coordinator is None or config.num_processes is None or config.process_id is None:
         return
-    address = re.fullmatch(r".+:([0-9]{1,5})", config.coordinator)
-    rule = "must be HOST:PORT, with a port from 1 to 65535."
-    valid = address is not None and 1 <= int(address[1]) <= 65535
-    require(valid, "distributed.coordinator", config.coordinator, rule)
     check_range("distributed.num-processes", config.num_processes, 1, _COUNT)
     check_range("distributed.process-id", config.process_id, 0, config.num_processes - 1)

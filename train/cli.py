@@ -22,7 +22,6 @@ from ..models.config import Dtype
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
 from .config import TrainConfig, defaults, preset_config
-from .shutdown import StopRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +75,12 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Compare training runs: a table, and a page with plots of loss, throughput and profile."""
+    """Compare training runs: a table, the settings that differ, and a plot of their losses."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="")]
     """Folders of runs, their --out-dir."""
-    html: Path = Path("report.html")
-    """The page to write: one file that includes the plots."""
+    plot: Path = Path("losses.png")
+    """The picture to write, a PNG."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +95,6 @@ class Plan(TrainConfig):
     """Kind of GPU."""
     gpus: int = 8
     """Number of GPUs, from 1 to 1024; more than 8 must be whole hosts of 8."""
-    huggingface: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
-    """Folder with the config.json of a Hugging Face model, instead of the preset's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +148,7 @@ def run(command: TrainConfig | Generate | Export | Report | Plan | Info | Cache)
         case Plan():
             from .plan import plan
 
-            plan(command.gpu, command.gpus, command.huggingface, command)
+            plan(command.gpu, command.gpus, command)
         case TrainConfig():
             from .run import train
 
@@ -169,7 +166,7 @@ def run(command: TrainConfig | Generate | Export | Report | Plan | Info | Cache)
         case Report():
             from .report import report
 
-            report(command.runs, command.html)
+            report(command.runs, command.plot)
         case Info() | Cache():
             _inspect(command)
 
@@ -223,12 +220,10 @@ def entry(argv: list[str] | None = None) -> NoReturn:
 
     A Ctrl-C ends the process at once, until `train` notes it to save and stop. As Python's
     KeyboardInterrupt it would be lost in whatever callback it interrupts: JAX runs one at every
-    garbage collection, and imports collect hundreds of times. A signal during the exit changes
-    nothing.
+    garbage collection, and imports collect hundreds of times.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored: `nohup … &`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    StopRequest.afterwards = signal.SIG_IGN
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # in a locale without all characters

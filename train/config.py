@@ -54,13 +54,6 @@ class MeshConfig:
     """Devices that split every layer's heads and hidden features."""
     sequence: bool = False
     """Sequence parallelism: also split the tokens between blocks over the tensor devices."""
-    keep_gathered: bool = False
-    """With --model.remat, keep the kernels gathered over fsdp devices for the backward pass: half
-    the gathers, for the memory of all blocks' kernels."""
-    parts: int = 1
-    """Split each microbatch into independent parts, so that GPUs compute one while they communicate
-    for another. Helps on tensor meshes when a part still fills the GPU, with --model.remat none:
-    the parts then run half a layer apart; otherwise they wait at the same time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +105,6 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig:
-    """The text generated at the end."""
-
-    prompt: Annotated[str | None, _arg("TEXT")] = None
-    """The text to continue; by default the first words of a line of the held-out text."""
-    tokens: int = 240
-    """Number of tokens; 0 generates none."""
-    temperature: float = 0.7
-    """0 always takes the likeliest token."""
-
-
-@dataclasses.dataclass(frozen=True)
 class DistributedConfig:
     """Several processes; docs/guides/distributed.md has launch lines for Slurm and Kubernetes."""
 
@@ -170,9 +151,6 @@ class TrainConfig:
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: continue the run in --out-dir if there is one; must: fail if there is none;
     never: fail if there is one."""
-    lock_timeout: int = 120
-    """Seconds to wait for another run that still uses --out-dir, as a requeued job may have to; 0:
-    fail at once."""
     steps: int
     """Optimizer steps."""
     batch_size: int
@@ -182,7 +160,7 @@ class TrainConfig:
     microbatches: int = 1
     """Parts of a batch that are computed one after the other, their float32 gradients summed."""
     seed: int = 0
-    """Seed of the initial parameters, the order of the text, and the sample."""
+    """Seed of the initial parameters and of the order of the text."""
     precision: Literal["float32", "bfloat16"]
     """Compute dtype. Parameters, moments (but for --optim.mu-dtype), norms' sums and the loss are
     float32."""
@@ -195,9 +173,6 @@ class TrainConfig:
     to N updates."""
     spike: float = 3.0
     """A loss more than this many times the mean of the last steps' is a spike; 0 disables."""
-    watchdog: int = 1800
-    """Seconds without progress after which the run is aborted and its threads' stacks are written;
-    0 disables."""
     profile: bool = False
     """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
     data: DataConfig = DataConfig()
@@ -205,18 +180,12 @@ class TrainConfig:
     optim: OptimConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    sample: SampleConfig = SampleConfig()
     model: ModelConfig
     distributed: DistributedConfig = DistributedConfig()
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
-
-    @property
-    def pieces(self) -> int:
-        """The number of parts that a batch is computed in: those of all its microbatches."""
-        return self.microbatches * self.mesh.parts
 
     def transformer(self) -> TransformerConfig:
         """Returns the model's configuration, with this run's precision and implementation."""
@@ -264,6 +233,17 @@ def preset_config(preset: Preset) -> TrainConfig:
     return TrainConfig(preset=preset, model=model, **settings)
 
 
+# Flags that are no longer there, and what replaces them. Files of older runs may have them.
+_GONE = {
+    "tensorboard": "read OUT_DIR/metrics.jsonl",
+    "lock-timeout": "a run whose --out-dir is in use fails at once",
+    "watchdog": "end a run that hangs by `timeout`",
+    "mesh.keep-gathered": "--model.remat none gathers kernels once",
+    "mesh.parts": "leave it out",
+    **{f"sample.{name}": "use `normfuse generate`" for name in ("prompt", "tokens", "temperature")},
+}
+
+
 def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, list[str]]:
     """Returns the configuration that flags change, and them after those of the file of `--config`.
 
@@ -279,9 +259,9 @@ def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, li
     """
     if path := _flag(flags, "--config"):
         flags = [*_file_flags(expanded(path, "--config")), *flags]
-    flags = [word for word in flags if word != "--no-tensorboard"]  # in older runs' config.yaml
-    if any(word.startswith("--tensorboard") for word in flags):
-        raise UsageError("--tensorboard is no longer there: read OUT_DIR/metrics.jsonl instead.")
+    for word in flags:
+        if (name := word.partition("=")[0].removeprefix("--").replace("_", "-")) in _GONE:
+            raise UsageError(f"--{name} is no longer there: {_GONE[name]}.")
     preset = cast(Preset, _flag(flags, "--preset") or preset)
     # tyro reports an unknown one
     config = preset_config(preset if preset in get_args(Preset) else "tiny")
@@ -307,7 +287,9 @@ def _file_flags(path: Path) -> list[str]:
         raise UsageError(f"--config {path} cannot be read: {one_line(error)}") from None
     flags = []
     for name, value in settings.items():
-        group, dot, last = name.replace("_", "-").rpartition(".")
+        if (name := name.replace("_", "-")) in _GONE:
+            continue
+        group, dot, last = name.rpartition(".")
         switch = f"{'' if value else 'no-'}{last}" if isinstance(value, bool) else f"{last}={value}"
         flags.append(f"--{group}{dot}{switch}")
     if path.name == "config.yaml" and (path.parent / "text.json").is_file():  # a run's

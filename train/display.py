@@ -1,66 +1,47 @@
-"""Output of a run for people: a live bar on a terminal, plain lines in a file or a pipe."""
+"""Output of a run for people: lines, and on a terminal one more that every step overwrites."""
 
 import contextlib
 import math
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
+import shutil
+import sys
 
 from .arguments import printable
 
+_CLEAR = "\r\x1b[K"  # a terminal's last line
+
 
 class Display:
-    """Shows the progress of a run. On a terminal a bar stays at the bottom and notes go above it.
+    """Shows the progress of a run on the standard output.
 
     `steps` is the run's last. With `quiet`, of all processes but the first, it shows nothing.
     """
 
-    def __init__(self, console: Console, steps: int, *, quiet: bool = False) -> None:
-        self.console, self._steps, self._quiet = console, steps, quiet
-        self._bar: Progress | None = None
+    def __init__(self, steps: int, *, quiet: bool = False) -> None:
+        self._steps, self._quiet = steps, quiet
+        self._is_terminal = sys.stdout.isatty()
         self._every = max(1, steps // 20)
 
-    def note(self, text: str, style: str | None = None) -> None:
-        """Prints a line above the bar."""
-        self._print(Text(printable(text), style or ""))
+    def note(self, text: str) -> None:
+        """Prints a line."""
+        self._print(text + "\n")
 
     def fact(self, label: str, value: str) -> None:
         """Prints a labelled fact about the run."""
-        self._print(Text(f"{label:<12}", style="cyan").append(printable(value), style="default"))
-
-    def _print(self, text: Text) -> None:
-        if not self._quiet:
-            # A reader that has left, or a log on a full disk, must not end the run.
-            with contextlib.suppress(OSError, SystemExit):  # rich exits on a broken pipe
-                self.console.print(text, soft_wrap=True)
-
-    def start(self) -> None:
-        """Shows the bar, on a terminal."""
-        if self._quiet or not self.console.is_terminal:
-            return
-        columns = (
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}", style="bold"),
-            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-            TextColumn("{task.fields[figures]}"),
-        )
-        self._bar = Progress(*columns, console=self.console, expand=True, refresh_per_second=8)
-        self._task = self._bar.add_task("", total=self._steps, figures="compiling")
-        self._bar.start()
+        self.note(f"{label:<12}{value}")
 
     def step(self, step: int, figures: list[str]) -> None:
-        """Shows a step's figures: every step on the bar, about twenty steps as lines."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=" · ".join(figures))
-        elif step == 1 or step % self._every == 0 or step == self._steps:
-            width = len(str(self._steps))
-            self.note(f"step {step:>{width}}/{self._steps}  " + "  ".join(figures))
+        """Shows a step's figures: about twenty steps as lines, on a terminal every step."""
+        line = f"step {step:>{len(str(self._steps))}}/{self._steps}  " + "  ".join(figures)
+        if step == 1 or step % self._every == 0 or step == self._steps:
+            self.note(line)
+        elif self._is_terminal:
+            self._print(line[: shutil.get_terminal_size().columns - 1])
 
-    def stop(self) -> None:
-        """Removes the bar's animation; the last step's figures stay."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def _print(self, text: str) -> None:
+        if not self._quiet:
+            # A reader that has left, or a log on a full disk, must not end the run.
+            with contextlib.suppress(OSError):
+                print(_CLEAR * self._is_terminal + printable(text), end="", flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,5 @@
-"""Validation: the loss on the held-out text, and those of simple models."""
+"""Validation: the loss on the held-out text."""
 
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,15 +17,12 @@ from .mesh import batch_sharding, on_devices
 from .metrics import NATS_PER_BIT
 from .step import parts_of
 
-_CHUNK = 1 << 22  # bytes whose pairs are counted at once
-
 
 class Validation(NamedTuple):
     """A validation's result."""
 
     loss: float  # mean, in nats per token
-    # The same windows' loss over the bytes of their targets: compares models with different tokens.
-    bits_per_byte: float
+    bits_per_byte: float  # the same by the text's mean: compares models with different tokens
 
     def __str__(self) -> str:
         return f"loss {self.loss:.4f} nats/token, {self.bits_per_byte:.3f} bits/byte"
@@ -39,9 +35,8 @@ class Validation(NamedTuple):
 class Evaluator:
     """Measures the mean loss over windows of `seq_len` tokens, spread evenly over a text.
 
-    `widths` are the tokens' numbers of bytes, `documents` the number of tokens of each document,
-    where these are packed. `batch_size` windows are computed at once; they must divide over the
-    mesh.
+    `documents` is the number of tokens of each document, where these are packed. `batch_size`
+    windows are computed at once; they must divide over the mesh.
     """
 
     def __init__(
@@ -49,15 +44,15 @@ class Evaluator:
         model: Functional,
         mesh: Mesh,
         tokens: np.ndarray,
-        widths: np.ndarray,
         *,
         seq_len: int,
         batch_size: int,
+        tokens_per_byte: float = 1.0,
         documents: np.ndarray | None = None,
     ) -> None:
         self._windows = Windows(tokens, seq_len, documents)
-        self._widths = Windows(widths, seq_len, documents)
         self._seq_len, self._batch_size = seq_len, batch_size
+        self._tokens_per_byte = tokens_per_byte
         self._rows = batch_sharding(mesh)
         self._weights = NamedSharding(mesh, P(BATCH))
 
@@ -81,8 +76,7 @@ class Evaluator:
             tokens_here = on_devices(rows, self._rows)
             sums.append(self._loss_sum(params, tokens_here, on_devices(weights, self._weights)))
         loss = float(np.sum([float(s) for s in sums]) / len(chosen))
-        spanned = sum(int(parts_of(self._widths[i][None])[1].sum()) for i in chosen)
-        return Validation(loss, loss / NATS_PER_BIT * (len(chosen) * self._seq_len / spanned))
+        return Validation(loss, loss / NATS_PER_BIT * self._tokens_per_byte)
 
     def _batches(self, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields whole batches of windows; windows of weight zero fill up the last."""
@@ -92,31 +86,3 @@ class Evaluator:
             weights[: len(indices)] = 1
             filled = np.resize(indices, self._batch_size)
             yield np.stack([self._windows[i] for i in filled]), weights
-
-
-def reference_bits_per_byte(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
-    """Returns the bits per byte of three simple models on the held-out text, to judge a loss by.
-
-    `unigram` knows how often each byte occurs in the training text, `bigram` how often it follows
-    each other byte (both with one added to every count); `zlib` is the held-out text compressed by
-    itself at level 9.
-    """
-    counts = np.bincount(train, minlength=256) + 1.0
-    unigram = -np.log2(counts / counts.sum())[held_out].mean()
-    pairs = np.ones(256 * 256)
-    for start in range(0, len(train) - 1, _CHUNK):
-        chunk = train[start : start + _CHUNK + 1]
-        pairs += np.bincount(_pairs(chunk), minlength=256 * 256)
-    table = pairs.reshape(256, 256)
-    bits = -np.log2(table / table.sum(axis=1, keepdims=True)).ravel()
-    bigram = bits[_pairs(held_out)].mean()
-    packed = len(zlib.compress(held_out.tobytes(), 9))
-    return {
-        "unigram": float(unigram),
-        "bigram": float(bigram),
-        "zlib": 8 * packed / len(held_out),
-    }
-
-
-def _pairs(tokens: np.ndarray) -> np.ndarray:
-    return tokens[:-1].astype(np.int64) * 256 + tokens[1:]

@@ -1,4 +1,4 @@
-"""Text from a trained model: a run's sample, `normfuse generate` and `normfuse export`."""
+"""Text from a trained model, `normfuse generate`, and `normfuse export`."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from ..models.generate import generate
 from . import RunError, UsageError
 from .arguments import expanded, named, printable
 from .checkpoint import Checkpoints
-from .checks import check_format, check_range
+from .checks import check_format, check_range, require
 from .compilation import keep_compiled_programs
 from .run_dir import RunDir
 from .tokenizer import Bpe, Bytes, Tokenizer, read_tokenizer
@@ -24,55 +24,18 @@ from .tokenizer import Bpe, Bytes, Tokenizer, read_tokenizer
 _TOKENS = 240  # tokens that `generate` adds by default
 
 
-def sample(
-    model: Functional,
-    params: Params,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    tokens: int,
-    *,
-    opening: Sequence[int] = (),
-    fit: bool = False,
-    samples: int = 1,
-    stop: str | None = None,
-    **options: Any,
-) -> list[str]:
-    """Continues all prompts at once; returns each prompt with its continuation.
-
-    Args:
-      prompts: each at least one token.
-      opening: tokens before each prompt, not returned.
-      tokens: the largest number to add; with `fit` fewer if the model's context has no room.
-      samples: continuations of each prompt; they follow each other in the result.
-      stop: one token; a continuation ends before it.
-      **options: of `normfuse.models.generate.generate`.
-
-    Raises:
-      ValueError: `stop` is not one token, or as `generate`.
-    """
-    ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode())[0].tolist()
-    if stop is not None and len(ends) != 1:
-        raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
-    encode = lambda prompt: tokenizer.encode(prompt.encode())[0].astype(np.int32)
-    encoded = [np.array([*opening, *encode(prompt)], np.int32) for prompt in prompts]
-    rows = [row for row in encoded for _ in range(samples)]
-    if fit:  # `generate` raises the error if a prompt leaves no room
-        room = model.config.max_seq_len - max(map(len, rows))
-        tokens = max(min(tokens, room), 1)
-    texts = []
-    continued = generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist()
-    for start, drawn in zip(rows, continued, strict=True):
-        added = drawn[: drawn.index(ends[0])] if ends and ends[0] in drawn else drawn
-        texts.append(tokenizer.decode([*start[len(opening) :].tolist(), *added]))
-    return texts
-
-
 def continue_prompts(
-    run: Path, prompt: Sequence[str], tokens: int | None, samples: int, **options: Any
+    run: Path,
+    prompt: Sequence[str],
+    tokens: int | None,
+    samples: int,
+    stop: str | None,
+    **options: Any,
 ) -> list[str]:
     """Continues prompts with the newest checkpoint or the Hugging Face model in the folder `run`.
 
-    The other arguments are the flags of `normfuse generate`.
+    The arguments are the flags of `normfuse generate`. Returns each prompt with its continuations,
+    one after the other.
 
     Raises:
       UsageError: the folder holds neither, or an argument is out of range.
@@ -84,24 +47,35 @@ def continue_prompts(
     with named("RUN", folder):
         out = RunDir(folder)
         is_run = out.has_checkpoints()
+    opening: list[int] = []
     if is_run:
         model, params, tokenizer = _load_run(out)
     elif (folder / "config.json").is_file():
         model, params, tokenizer = _load_huggingface(folder)
-        options["opening"] = tokenizer.opening()
+        opening = tokenizer.opening()
     else:
         raise UsageError(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
-    options |= {"samples": samples, "fit": tokens is None}
-    tokens = _TOKENS if tokens is None else tokens
+    ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode()).tolist()
+    rule = f"must be one token of the tokenizer; it is {len(ends)}."
+    require(stop is None or len(ends) == 1, "stop", stop, rule)
+    encoded = [tokenizer.encode(text.encode()) for text in prompt or ("def ",)]
+    rows = [np.array([*opening, *row], np.int32) for row in encoded for _ in range(samples)]
+    if tokens is None:  # as many as fit; `generate` raises the error if a prompt leaves no room
+        tokens = max(min(_TOKENS, model.config.max_seq_len - max(map(len, rows))), 1)
     try:
-        return sample(model, params, tokenizer, prompt or ("def ",), tokens, **options)
+        continued = generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist()
     except ValueError as error:  # names an argument, of the flag's name
         flag = lambda match: f"--{match[1].replace('num_', '').replace('_', '-')} "
-        names = "samples|stop|temperature|num_tokens|top_k|top_p"
+        names = "temperature|num_tokens|top_k|top_p"
         raise UsageError(re.sub(rf"\b({names})=", flag, str(error))) from None
+    texts = []
+    for row, drawn in zip(rows, continued, strict=True):
+        added = drawn[: drawn.index(ends[0])] if ends and ends[0] in drawn else drawn
+        texts.append(tokenizer.decode([*row[len(opening) :].tolist(), *added]))
+    return texts
 
 
 def export(run: Path, folder: Path, dtype: str | None) -> None:

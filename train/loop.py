@@ -89,7 +89,7 @@ class StepLogger:
             self.write({"event": event, "step": step, "loss": loss, "time": time.time()})
             raise BadStep(step, text)
         left = self.skip_limit - self.skipped
-        self.display.note(f"{text}; update skipped, {left} more allowed", "yellow")
+        self.display.note(f"{text}; update skipped, {left} more allowed")
 
 
 @dataclass

@@ -1,8 +1,6 @@
 """The device mesh: how it is made, how the model is laid out on it, and whether that fits."""
 
-import dataclasses
 import math
-import os
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +9,6 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..models.config import num_parameters
 from ..models.sharding import AXES, BATCH, Sharding, validate
 from . import UsageError
 from .checks import near, require, with_flags
@@ -40,14 +37,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
     """Returns how the model's arrays lie on the mesh.
 
-    `rows` sequences are computed at once, of a microbatch or a part of one. A mesh of "tensor"
-    alone that divides them gets whole sequences; any other splits each sequence.
+    `rows` sequences, of a microbatch, are computed at once. A mesh of "tensor" alone that divides
+    them gets whole sequences; any other splits each sequence.
     """
-    sharding = Sharding()
-    if config.sequence:
-        alone = mesh.size == mesh.shape["tensor"]
-        sharding = Sharding.sequence_parallel(by_rows=alone and rows % mesh.size == 0)
-    return dataclasses.replace(sharding, keep_gathered=config.keep_gathered)
+    if not config.sequence:
+        return Sharding()
+    alone = mesh.size == mesh.shape["tensor"]
+    return Sharding.sequence_parallel(by_rows=alone and rows % mesh.size == 0)
 
 
 def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
@@ -61,30 +57,12 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
     except ValueError as error:
         raise UsageError(f"the model does not fit the mesh: {with_flags(str(error))}") from None
     replicas = math.prod(mesh.shape[axis] for axis in BATCH)
-    unit = replicas * config.pieces
+    unit = replicas * config.microbatches
     rule = (
         f"must be a multiple of {unit}: mesh data x fsdp = {replicas}, times --microbatches "
-        f"{config.microbatches}, times --mesh.parts {config.mesh.parts}. Take "
-        f"{near(config.batch_size, unit)}."
+        f"{config.microbatches}. Take {near(config.batch_size, unit)}."
     )
     require(config.batch_size % unit == 0, "batch-size", config.batch_size, rule)
-
-
-def check_memory(config: TrainConfig, mesh: Mesh) -> None:
-    """Checks that a device's memory, or the CPU's, can hold its parameters with two moments."""
-    each = {"float32": 12, "bfloat16": 10}[config.optim.mu_dtype]
-    parameters = num_parameters(config.transformer())
-    needed = each * parameters // (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    device = mesh.local_devices[0]
-    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
-    if device.platform != "cpu":
-        here = (device.memory_stats() or {}).get("bytes_limit", needed)
-    if needed > here:
-        raise UsageError(
-            f"the run does not fit: parameters with their moments need {needed / 1e9:,.1f} GB on "
-            f"each device, and one has {here / 1e9:,.1f}. Take a smaller --preset, or spread the "
-            "parameters over more devices with --mesh.fsdp."
-        )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -4,21 +4,18 @@ The step is compiled for devices that are only described; the numbers are XLA's 
 """
 
 import collections
-import dataclasses
-import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..models.config import TransformerConfig, num_parameters
+from ..models.config import num_parameters
 from ..native.implementation import fallbacks
 from . import UsageError
-from .arguments import expanded, named, one_line
-from .checks import COMPUTED, check, check_range, near, require
-from .config import ModelConfig, TrainConfig
+from .arguments import one_line
+from .checks import check, check_range, near, require
+from .config import TrainConfig
 from .display import short
 from .mesh import check_model, make_mesh, make_sharding
 from .topology import MEMORY, devices, step_on
@@ -32,10 +29,8 @@ _COLLECTIVE = re.compile(
 _ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]*)\]")  # bits, and a shape
 
 
-def plan(kind: str, count: int, folder: Path | None, config: TrainConfig) -> None:
+def plan(kind: str, count: int, config: TrainConfig) -> None:
     """Compiles the step of a configuration for `count` GPUs, and prints what it needs.
-
-    `folder` is that of a Hugging Face model, whose shape then takes the place of the preset's.
 
     Raises:
       UsageError: an unknown GPU, a count that is no whole number of hosts, a configuration that
@@ -45,12 +40,8 @@ def plan(kind: str, count: int, folder: Path | None, config: TrainConfig) -> Non
     check_range("gpus", count, 1, 1024)
     rule = f"must be at most {_HOST}, or whole hosts of {_HOST}: take {near(count, _HOST)}."
     require(count <= _HOST or count % _HOST == 0, "gpus", count, rule)
-    model = None if folder is None else _huggingface(expanded(folder, "--huggingface"), config)
-    if model is not None:
-        shape = ModelConfig(**{name: getattr(model, name) for name in vars(config.model)})
-        config = dataclasses.replace(config, model=shape)
     check(config)
-    model = model or config.transformer()
+    model = config.transformer()
     jax.config.update("jax_platforms", "cpu")  # a GPU here is not needed, nor is its memory
     try:
         described = devices(kind, -(-count // _HOST), min(count, _HOST))
@@ -60,7 +51,9 @@ def plan(kind: str, count: int, folder: Path | None, config: TrainConfig) -> Non
             f"({error})."
         ) from None
     mesh = make_mesh(config.mesh, described)
-    check_model(config, mesh, make_sharding(config.mesh, mesh, config.batch_size // config.pieces))
+    check_model(
+        config, mesh, make_sharding(config.mesh, mesh, config.batch_size // config.microbatches)
+    )
     try:
         program = step_on(mesh, config, model)[0]
     except jax.errors.JaxRuntimeError as error:
@@ -99,12 +92,3 @@ def collectives(text: str) -> dict[str, list[int]]:
         count = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
         sizes[kind].append(sum(int(bits) * count(shape) // 8 for bits, shape in arrays))
     return dict(sorted(sizes.items()))
-
-
-def _huggingface(folder: Path, config: TrainConfig) -> TransformerConfig:
-    """Reads a model's shape; only the flags that say how it is computed change it."""
-    from ..models.huggingface import from_huggingface
-
-    computed = {name: getattr(config.transformer(), name) for name in (*COMPUTED, "dtype")}
-    with named("--huggingface", folder):
-        return from_huggingface(json.loads((folder / "config.json").read_bytes()), **computed)

@@ -1,4 +1,4 @@
-"""Profiles of a run: a trace by JAX's profiler, its operations in a table, and times by kind."""
+"""Profiles of a run: a trace by JAX's profiler, and its operations in a table."""
 
 import collections
 import itertools
@@ -10,15 +10,6 @@ import jax
 
 _SKIPPED, _TRACED = 5, 5
 _SHOWN = 40  # the norms of a small model are near the end
-# Kinds of operations by their names (on GPUs, of kernels); the first match counts.
-_KINDS = {
-    "communication": r"nccl|memcpyp2p|all-?(reduce|gather|to-all)|reduce-?scatter|collect|permute",
-    "attention": r"sdpa|flash|fmha",
-    "RMSNorm": r"rms_norm|column_sum|^ffi.call",  # the last on CPUs, where ours are the only ones
-    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|split_?k|matmul|dot|convol|mosaic_gpu|^ynn",
-    "copies": r"memcpy|memset|^copy|transpose|concatenate|slice",
-}
-_REST, _IDLE = "element-wise and sums", "idle"
 _DEVICE = "/device:"  # begins the name of a device's plane in a trace
 
 
@@ -43,10 +34,7 @@ class Profiler:
             self._tracing = True
         elif step == self._first + _TRACED:
             self.stop()
-            times, idle = read_trace(self._folder)
-            kinds = by_kind(times, idle, _TRACED)
-            lines = [f"{spent:9.3f} ms of a step: {kind}\n" for kind, spent in kinds.items()]
-            (self._folder / "table.txt").write_text("".join([*lines, "\n", table(times, _TRACED)]))
+            (self._folder / "table.txt").write_text(table(read_trace(self._folder), _TRACED))
 
     def stop(self) -> None:
         """Ends a trace in progress."""
@@ -55,25 +43,20 @@ class Profiler:
             self._tracing = False
 
 
-def read_trace(folder: Path) -> tuple[dict[str, float], float]:
-    """Sums the newest trace in a folder.
+def read_trace(folder: Path) -> dict[str, float]:
+    """Returns each operation's milliseconds in the newest trace in a folder.
 
     On accelerators it counts the device's own streams, as a mean over the devices; on the CPU, all
     of XLA's threads together.
-
-    Returns: each operation's milliseconds; and the milliseconds between the first and the last
-      operation in which a device was idle, 0 for a CPU.
     """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     planes = jax.profiler.ProfileData.from_file(str(newest)).planes
     by_plane = {plane.name: list(_operations(plane)) for plane in planes}
     devices = [x for name, x in by_plane.items() if name.startswith(_DEVICE) and x]
     times: dict[str, float] = collections.defaultdict(float)
-    share = 1e-6 / max(len(devices), 1)
-    for name, start, end in itertools.chain(*(devices or by_plane.values())):
-        times[name] += (end - start) * share
-    idle = sum(_gaps([(start, end) for _, start, end in operations]) for operations in devices)
-    return dict(times), idle * share
+    for name, nanoseconds in itertools.chain(*(devices or by_plane.values())):
+        times[name] += nanoseconds * 1e-6 / max(len(devices), 1)
+    return dict(times)
 
 
 def table(times: dict[str, float], steps: int) -> str:
@@ -85,31 +68,11 @@ def table(times: dict[str, float], steps: int) -> str:
     return "\n".join(rows) + "\n"
 
 
-def by_kind(times: dict[str, float], idle: float, steps: int) -> dict[str, float]:
-    """Returns the milliseconds of a step by kind of operation, longest first, idle time last."""
-    kinds: dict[str, float] = collections.defaultdict(float)
-    for name, spent in times.items():
-        matching = (kind for kind, names in _KINDS.items() if re.search(names, name, re.I))
-        kinds[next(matching, _REST)] += spent / steps
-    longest = sorted(kinds, key=lambda kind: -kinds[kind])
-    return {kind: kinds[kind] for kind in longest} | ({_IDLE: idle / steps} if idle else {})
-
-
-def _operations(plane: jax.profiler.ProfilePlane) -> Iterator[tuple[str, float, float]]:
-    """Yields the name, and the start and end in nanoseconds, of a plane's operations."""
+def _operations(plane: jax.profiler.ProfilePlane) -> Iterator[tuple[str, float]]:
+    """Yields the name of each of a plane's operations, and the nanoseconds that it took."""
     on_device = plane.name.startswith(_DEVICE)
     lines = ("Stream", "XLA Ops") if on_device else ("tf_XLA",)
     for line in plane.lines:
         for event in line.events if line.name.startswith(lines) else ():
             if on_device or not re.match(r"end: |\$|.*::", event.name):
-                start = event.start_ns
-                yield event.name.split(".")[0], start, start + event.duration_ns
-
-
-def _gaps(intervals: list[tuple[float, float]]) -> float:
-    """Returns how much of the time from the first to the last interval none covers."""
-    gaps, reached = 0.0, min((start for start, _ in intervals), default=0.0)
-    for start, end in sorted(intervals):
-        gaps += max(start - reached, 0.0)
-        reached = max(reached, end)
-    return gaps
+                yield event.name.split(".")[0], event.duration_ns

@@ -1,14 +1,10 @@
-"""`normfuse report`: compares runs in a table and in one HTML page with a plot of their losses."""
+"""`normfuse report`: compares runs in a table and in a plot of their losses."""
 
-import base64
-import html
-import io
 import itertools
 import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -25,20 +21,10 @@ from .run_dir import RunDir, RunResults
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
 _NO_SETTINGS = ("out_dir", "resume", "distributed")  # these do not change a run
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
-Rows = Sequence[Sequence[str]]
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 860px; margin: 2.5em auto;
-  padding: 0 1em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3em .8em; text-align: right; border-bottom: 1px solid #ddd; }
-th { font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-img { width: 100%; } .wide { overflow-x: auto; }
-"""
 
 
-def plot_loss(file: Path | BinaryIO, runs: Sequence[RunResults]) -> None:
-    """Draws training loss, validation points and reference lines, in bits per byte, as a PNG."""
+def plot_loss(file: Path, runs: Sequence[RunResults]) -> None:
+    """Draws training loss and validation points, in bits per byte, as a PNG."""
     figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
     axes = figure.subplots()
     end = max((line["step"] for run in runs for line in run.steps("step")), default=1)
@@ -51,11 +37,6 @@ def plot_loss(file: Path | BinaryIO, runs: Sequence[RunResults]) -> None:
         at, bits = ([line[name] for line in checks] for name in ("step", "val_bits_per_byte"))
         label = f"{run.label}: validation{f', {bits[-1]:.3f} at the end' if bits else ''}"
         axes.plot(at, bits, "o", color=colour, markersize=4.5, clip_on=False, label=label)
-    texts = {tuple(run.references.items()) for run in runs if run.references}
-    for name, bits in next(iter(texts)) if len(texts) == 1 else ():  # baselines of one text
-        axes.axhline(bits, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-        label = f"{name} {bits:.2f}"
-        axes.text(end, bits, label, ha="right", va="top", fontsize=8, color="0.4", zorder=0)
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
     axes.spines[["top", "right"]].set_visible(False)
     for text in axes.legend(frameon=False, fontsize=9, loc="upper right").get_texts():
@@ -72,11 +53,11 @@ def _smooth(values: np.ndarray, end: int) -> np.ndarray:
     return np.nanmean(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)
 
 
-def report(folders: Sequence[Path], page: Path) -> None:
-    """Prints the table and writes the page.
+def report(folders: Sequence[Path], plot: Path) -> None:
+    """Prints the table and the settings that differ, and writes the plot.
 
     Raises:
-      UsageError: a folder holds no run, or the page cannot be written.
+      UsageError: a folder holds no run, or the plot cannot be written.
     """
     if not folders:
         raise UsageError("RUN is missing: give the folders of one or more training runs.")
@@ -88,9 +69,8 @@ def report(folders: Sequence[Path], page: Path) -> None:
             raise UsageError(
                 f"RUN {folder} holds no metrics.jsonl with steps: is it a run's folder?"
             )
-    page = expanded(page, "--html")
-    tables = [[_COLUMNS, *map(_row, runs)], *_differences(runs)]
-    for names, *rows in tables:
+    plot = expanded(plot, "--plot")
+    for names, *rows in [[_COLUMNS, *map(_row, runs)], *_differences(runs)]:
         table = Table(box=box.SIMPLE_HEAD)
         for name in names:
             table.add_column(Text(name))
@@ -99,12 +79,12 @@ def report(folders: Sequence[Path], page: Path) -> None:
         console = Console()
         console.width = console.width if console.is_terminal else 1000  # files have no width
         console.print(table)
-    with named("--html", page, "be written"):
-        page.write_text(_html(tables, runs), encoding="utf-8")
-    print(f"page  {one_line(page)}")
+    with named("--plot", plot, "be written"):
+        plot_loss(plot, runs)
+    print(f"plot  {one_line(plot)}")
 
 
-def _differences(runs: Sequence[RunResults]) -> list[Rows]:
+def _differences(runs: Sequence[RunResults]) -> list[list[Sequence[str]]]:
     """Returns a table of the settings that differ between runs, if any do."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings.get(name, "-") for run in runs] for name in names}
@@ -135,22 +115,3 @@ def _row(run: RunResults) -> list[str]:
         short(tokens / times[len(times) // 2]) if times and tokens > 0 else "-",
         duration(math.fsum(times)) if times else "-",
     ]
-
-
-def _html(tables: Sequence[Rows], runs: Sequence[RunResults]) -> str:
-    """Returns the page: the tables and the plot, in one file."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    parts = ["<h1>normfuse report</h1>"]
-    for title, (names, *rows) in zip(("Runs", "Settings that differ"), tables):
-        table = "\n".join([line(names, "th"), *(line(cells, "td") for cells in rows)])
-        parts.append(f'<h2>{title}</h2><div class="wide"><table>\n{table}\n</table></div>')
-    file = io.BytesIO()
-    plot_loss(file, runs)
-    data = base64.b64encode(file.getvalue()).decode()
-    parts.append(f'<h2>Loss</h2>\n<img alt="Loss" src="data:image/png;base64,{data}">')
-    head = f'<meta charset="utf-8"><title>normfuse report</title><style>{_STYLE}</style>'
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n'

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
 
 from ..models.config import num_parameters
 from ..models.functional import Params, build
@@ -30,27 +29,24 @@ from .compilation import explained, keep_compiled_programs, lower
 from .config import TrainConfig, absolute, dump
 from .data import batches
 from .display import Display, short
-from .evaluate import Evaluator, Validation, reference_bits_per_byte
-from .generation import sample
-from .lock import FolderLock
+from .evaluate import Evaluator, Validation
+from .lock import locked
 from .loop import BadStep, Loop, StepLogger
-from .mesh import batch_sharding, check_memory, check_model, make_mesh, make_sharding, on_devices
+from .mesh import batch_sharding, check_model, make_mesh, make_sharding, on_devices
 from .metrics import MetricsLog
 from .profiling import Profiler
 from .report import plot_loss
 from .run_dir import RunDir
-from .shutdown import StopRequest, Watchdog
+from .shutdown import StopRequest
 from .step import Program, State, make_optimizer, schedule
-from .text import Text, prompt_of, read
+from .text import Text, read
 from .tokenizer import Bpe
 
 _LAST_STEPS = 20  # the run prints their mean loss at the end
 
 
-def train(config: TrainConfig, console: Console | None = None) -> None:
+def train(config: TrainConfig) -> None:
     """Trains a model, or continues the run in the configured folder.
-
-    Progress is shown on `console`, or on the standard output.
 
     Raises:
       UsageError: the request cannot be carried out; nothing was compiled or written.
@@ -67,31 +63,26 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
         stop = stack.enter_context(StopRequest())
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
-        sharding = make_sharding(config.mesh, mesh, config.batch_size // config.pieces)
+        sharding = make_sharding(config.mesh, mesh, config.batch_size // config.microbatches)
         check_model(config, mesh, sharding)
-        check_memory(config, mesh)
         out = run_dir.choose(config, distributed.agree(int(time.time())))
-        display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
-        stack.callback(display.stop)
+        display = Display(config.steps, quiet=not distributed.is_first())
         stop.tell = lambda name: display.note(
-            f"{name}: stopping after this step, then saving; a second signal stops at once",
-            "yellow",
+            f"{name}: stopping after this step, then saving; a second signal stops at once"
         )
-        watchdog = stack.enter_context(Watchdog(config.watchdog))
         stack.enter_context(jax.set_mesh(mesh))
-        Run(config, text, out, display, stop, watchdog, mesh, sharding).go(stack)
+        Run(config, text, out, display, stop, mesh, sharding).go(stack)
 
 
 @dataclasses.dataclass
 class Run:
     """The parts of one run, and its course."""
 
-    config: TrainConfig  # `out_dir` is None until a new folder is made
+    config: TrainConfig
     text: Text
     out: RunDir
     display: Display
     stop: StopRequest
-    watchdog: Watchdog
     mesh: Mesh
     sharding: Sharding
 
@@ -107,8 +98,7 @@ class Run:
             config.microbatches,
             guard_limit(config.guard),
             config.spike,
-            config.mesh.parts,
-            config.data.documents,
+            documents=config.data.documents,
         )
         training, held_out = text.documents or (None, None)
         self.record = make_record(config, text.identity())
@@ -116,9 +106,9 @@ class Run:
             self.model,
             mesh,
             text.held_out,
-            text.widths,
             seq_len=config.seq_len,
             batch_size=config.batch_size // config.microbatches,
+            tokens_per_byte=text.tokens_per_byte,
             documents=held_out,
         )
         self.batches = functools.partial(
@@ -131,7 +121,7 @@ class Run:
         )
 
     def go(self, stack: ExitStack) -> None:
-        """Trains to the last step or until asked to stop, then validates, samples and plots.
+        """Trains to the last step or until asked to stop, then validates and plots.
 
         `stack` closes everything that is opened, however the run ends.
         """
@@ -141,8 +131,9 @@ class Run:
         seconds, kernels = time.perf_counter() - began, compilations() - known
         with_kernels = f", {kernels} kernels compiled" if kernels else ""
         self.display.fact("program", f"traced in {seconds:.1f} s{with_kernels}; XLA compiles it")
-        if not self._take_folder(stack):
-            return
+        if self.first:
+            self.out.make(new=self.config.out_dir is None)
+        stack.enter_context(locked(self.out.lock, self.display.note))
         resuming = self.first and run_dir.resumes(self.config, self.out)
         resuming = bool(distributed.agree(resuming))
         self.display.fact("folder", str(self.out.path))
@@ -153,8 +144,6 @@ class Run:
         if resuming:
             self._check_resume()
         self._write_settings()
-        self.display.start()
-        self.watchdog.beat()
         began = time.perf_counter()
         with explained():
             step = lowered.compile()
@@ -174,7 +163,6 @@ class Run:
             finished = done == self.config.steps and self._finish(state)
         if not finished:
             self.checkpoints.close()
-            self.display.stop()
             where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save"
             who, steps = self._who_stopped(), self.config.steps
             self.display.note(f"stopped by {who} after step {done} of {steps}, {where}")
@@ -190,26 +178,10 @@ class Run:
         fact("model", f"{model}, {config.precision} (normfuse {version})")
         documents = text.identity().get("documents")
         packed = "" if documents is None else f"{documents:,} documents, "
-        fact("text", f"{text.name}, {text.files} files, {packed}{len(text):,} bytes")
+        fact("text", f"{text.name}, {text.files} files, {packed}{text.size:,} bytes")
         fact("sha256", text.sha256)
         axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         fact("mesh", f"{axes}, of {mesh.size} {mesh.devices.flat[0].device_kind} devices")
-
-    def _take_folder(self, stack: ExitStack) -> bool:
-        """Makes and locks the run's folder; returns False if asked to stop before that."""
-        if self.config.out_dir is None:
-            count = distributed.agree(self.out.make_new() if self.first else 0)
-            self.out = RunDir(run_dir.numbered(self.out.path, count))
-        elif self.first:
-            self.out.make()
-        lock = FolderLock(self.out.lock, self.display.note)
-        stack.callback(lock.release)
-        seconds = self.config.lock_timeout
-        if lock.take(seconds, lambda: bool(self.stop), self.watchdog.beat):
-            return True
-        waiting = f"waiting for --out-dir {self.out.path}"
-        self.display.note(f"stopped by {self._who_stopped()} while {waiting}")
-        return False
 
     def _end_saving(self) -> None:
         """Waits for a save in the background when the run fails: it ends before the lock does."""
@@ -226,14 +198,11 @@ class Run:
                 data=absolute(self.config.data),
             )
             self.out.config.write_text(dump(lasting), encoding="utf-8")
-            self._write_text_info({})
+            # The text's identity, and the number that converts its losses.
+            info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte}
+            self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
             if isinstance(self.text.tokenizer, Bpe):
                 self.out.tokenizer.write_text(self.text.tokenizer.content, encoding="utf-8")
-
-    def _write_text_info(self, more: dict) -> None:
-        """Writes text.json: the text's identity, and numbers that convert and judge its losses."""
-        info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte} | more
-        self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 
     def _check_resume(self) -> None:
         newest = self.checkpoints.newest_record()
@@ -248,10 +217,9 @@ class Run:
         different = check_resume(record, self.config, self.text.identity())
         if different:
             listed = "\n".join(different)
-            self.display.note(f"continuing with other settings:\n{listed}", "yellow")
+            self.display.note(f"continuing with other settings:\n{listed}")
 
     def _restored(self) -> tuple[State, int]:
-        self.watchdog.beat()
         state, record = self.checkpoints.restore(self.program.abstract())
         check_resume(record, self.config, self.text.identity())  # may be older than the newest
         self.display.note(f"continuing after step {record['step']}")
@@ -271,7 +239,6 @@ class Run:
         profiler = Profiler(self.out.profile) if config.profile else None
 
         def on_step(step: int, settle: Callable[[], None]) -> None:
-            self.watchdog.beat()
             self.checkpoints.check()  # reports a failed save before the next one is due
             if profiler:
                 profiler.before(step, settle)
@@ -298,14 +265,9 @@ class Run:
         # Several processes must compute the same batches, so a signal may interrupt only one alone.
         alone = jax.process_count() == 1
 
-        def stopping() -> bool:
-            self.watchdog.beat()
-            return alone and bool(self.stop)
-
-        return self.evaluator(params, tokens, stopping)
+        return self.evaluator(params, tokens, lambda: alone and bool(self.stop))
 
     def _save(self, state: State, step: int) -> None:
-        self.watchdog.beat()
         self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
@@ -327,41 +289,21 @@ class Run:
         )
 
     def _finish(self, state: State) -> bool:
-        """Validates, samples and plots; returns False if asked to stop before that was done."""
-        config, out = self.config, self.out
-        self.watchdog.beat()
-        validation = self._evaluate(state.params, config.eval.final_tokens)
+        """Validates and plots; returns False if asked to stop before that was done."""
+        validation = self._evaluate(state.params, self.config.eval.final_tokens)
         if validation is None:
             return False
-        self.log.write(validation.entry(config.steps))
-        if jax.process_count() == 1 and config.sample.tokens:
-            self.watchdog.beat()
-            (drawn,) = sample(
-                self.model,
-                state.params,
-                self.text.tokenizer,
-                [prompt_of(config, self.text)],
-                config.sample.tokens,
-                fit=True,
-                temperature=config.sample.temperature,
-                seed=config.seed,
-            )
-            out.sample.write_text(drawn, encoding="utf-8")
-            self.display.note(f"\nsample:\n{drawn}\n")
-        self.watchdog.beat()
+        self.log.write(validation.entry(self.config.steps))
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
-        self.display.stop()
         if self.first:
             self._plot(validation)
         return True
 
     def _plot(self, validation: Validation) -> None:
         """Draws loss.png, and prints the results."""
-        references = reference_bits_per_byte(self.text.raw_train, self.text.raw_held_out)
-        self._write_text_info({"references": references})
         results = self.out.results(f"{self.config.preset}, {self.config.framework}")
         plot_loss(self.out.plot, [results])
-        for path in (self.out.metrics, self.out.plot, self.out.sample, self.out.profile):
+        for path in (self.out.metrics, self.out.plot, self.out.profile):
             if path.exists():
                 self.display.fact("wrote", str(path))
         losses = [line["loss"] for line in results.steps("step")[-_LAST_STEPS:]]
@@ -371,8 +313,7 @@ class Run:
             f"{mean:.4f} nats/token, {results.bits_per_byte(mean):.3f} bits/byte (mean of the "
             f"last {len(losses)} steps)",
         )
-        others = ", ".join(f"{name} {bits:.2f}" for name, bits in references.items())
-        self.display.fact("validation", f"{validation} ({others} bits/byte)")
+        self.display.fact("validation", str(validation))
 
     def _who_stopped(self) -> str:
         return self.stop.signal.name if self.stop.signal else "another process"

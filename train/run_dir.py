@@ -1,7 +1,5 @@
 """The folder of a run: its files, whether a run may use it, and reading results back from it."""
 
-import contextlib
-import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,6 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.plot = path / "loss.png"
-        self.sample = path / "sample.txt"
         self.text = path / "text.json"
         self.tokenizer = path / "tokenizer.json"
         self.profile = path / "profile"
@@ -38,20 +35,14 @@ class RunDir:
         folder = self.checkpoints
         return folder.is_dir() and any(is_step(entry.name) for entry in folder.iterdir())
 
-    def make(self) -> None:
-        """Creates the folder, if it is missing; UsageError if it cannot be written to."""
-        with named("--out-dir", self.path, "be written to"):
-            self.path.mkdir(parents=True, exist_ok=True)
+    def make(self, new: bool) -> None:
+        """Creates the folder, which a `new` one must not be before.
 
-    def make_new(self) -> int:
-        """Creates a folder that no other run has; returns 1, or N where it is called `NAME-N`."""
+        Raises:
+          UsageError: it is there, or cannot be written to.
+        """
         with named("--out-dir", self.path, "be written to"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            for count in itertools.count(1):
-                with contextlib.suppress(FileExistsError):
-                    numbered(self.path, count).mkdir()
-                    return count
-        raise AssertionError("unreachable")
+            self.path.mkdir(parents=True, exist_ok=not new)
 
     def results(self, label: str) -> "RunResults":
         """Reads the results of the run for plots and reports, without missing or damaged parts.
@@ -59,14 +50,11 @@ class RunDir:
         Raises:
           OSError: metrics.jsonl is there and cannot be read.
         """
-        text = _read_object(self.text)
-        per_byte, references = text.get("tokens_per_byte"), text.get("references")
-        references = references if isinstance(references, dict) else {}
+        per_byte = _read_object(self.text).get("tokens_per_byte")
         return RunResults(
             label,
             metrics.read(self.metrics),
             per_byte if is_number(per_byte) and per_byte > 0 else 1.0,
-            {str(k): x for k, x in references.items() if is_number(x)},
             {str(name): str(value) for name, value in flat(_read_object(self.config)).items()},
         )
 
@@ -78,8 +66,6 @@ class RunResults:
     label: str  # its name in plots
     lines: Sequence[Mapping[str, Any]]  # its metrics.jsonl
     tokens_per_byte: float = 1.0
-    # Bits per byte of simple models, by name, on the held-out text.
-    references: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)  # its config.yaml, by dotted names
 
     def steps(self, *names: str) -> list[Mapping[str, Any]]:
@@ -144,11 +130,6 @@ def resumes(config: TrainConfig, out: RunDir) -> bool:
 def is_step(name: str) -> bool:
     """Returns whether a checkpoint's folder has this name: a number as Python writes it."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
-
-
-def numbered(path: Path, count: int) -> Path:
-    """Returns the folder's name for the run that is the `count`th to want it."""
-    return path if count == 1 else path.with_name(f"{path.name}-{count}")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""How a run ends early: on signals, and when it hangs. Nothing here imports JAX."""
+"""How a run ends early, on signals. Nothing here imports JAX."""
 
 import contextlib
-import faulthandler
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +17,6 @@ class StopRequest:
     wake-up pipe, so the second stops the process even while the main thread compiles or computes
     and runs no Python.
     """
-
-    # Handlers to install on exit from the context; None restores the previous ones. A command about
-    # to exit ignores signals, since its exit code is decided.
-    afterwards: signal.Handlers | None = None
 
     def __init__(self) -> None:
         # Called with the name of the first signal, from that thread.
@@ -56,7 +50,7 @@ class StopRequest:
             return
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old.items():
-            signal.signal(number, handler if self.afterwards is None else self.afterwards)
+            signal.signal(number, handler)
         os.close(self._write)  # ends the thread
         self._thread.join()
         os.close(self._read)
@@ -66,35 +60,7 @@ class StopRequest:
             if received[0] not in _SIGNALS:
                 continue
             if self._first is not None:
-                if sys.stdout.isatty():  # a progress bar has hidden the cursor
-                    os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
                 os._exit(128 + received[0])
             self._first = signal.Signals(received[0])
             with contextlib.suppress(OSError):  # nobody may be there to be told
                 self.tell(self._first.name)
-
-
-class Watchdog:
-    """While entered, ends the process with exit code 1 when nothing has happened for a while.
-
-    A run that hangs must not hold its devices for ever. `faulthandler` writes the stacks of all
-    threads to the standard error, without Python: a call into C may hold the interpreter. 0
-    `seconds` disable it.
-    """
-
-    def __init__(self, seconds: int) -> None:
-        self._seconds = seconds
-
-    def beat(self) -> None:
-        """Notes that the run goes on."""
-        stderr: Any = sys.__stderr__  # that of a notebook or a test need be no file
-        if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, exit=True, file=stderr)
-
-    def __enter__(self) -> "Watchdog":
-        self.beat()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._seconds:
-            faulthandler.cancel_dump_traceback_later()

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from ..layers.accumulate import accumulate_gradients
 from ..models.functional import Functional, Params, build
-from ..models.side_by_side import side_by_side
 from ..native.kernel import compile_kernels
 from .config import OptimConfig
 from .mesh import batch_sharding, replicated
@@ -58,7 +57,6 @@ class Program:
     microbatches: int  # parts of a batch
     skip_limit: int  # updates that may be skipped before the run is halted
     spike: float = 0.0  # a loss above so many times the usual is bad; 0: only one not finite
-    parts: int = 1  # independent parts of a microbatch, computed at the same time
     documents: bool = False  # rows are packed documents
 
     def abstract(self) -> State:
@@ -83,10 +81,11 @@ class Program:
         """
         shape = (batch_size, 3, seq_len) if self.documents else (batch_size, seq_len + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
-        out = (self.shardings(), replicated(self.mesh))
+        state = self.abstract()
+        out = (jax.tree.map(lambda x: x.sharding, state), replicated(self.mesh))
         options = GPU_OPTIONS if _on_gpus(self.mesh) else None
         step = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)
-        traced = step.trace(self.abstract(), tokens)
+        traced = step.trace(state, tokens)
         compile_kernels(traced.jaxpr.jaxpr, self.mesh.devices.flat[0])
         return traced.lower()
 
@@ -102,7 +101,6 @@ class Program:
             tokens,
             microbatches=self.microbatches,
             mesh=self.mesh,
-            parts=self.parts,
         )
         places = self.model.shardings(gradient, self.mesh)
         # Before its norm and the update read it: XLA scatters a sum only if one slice reads it.
@@ -167,16 +165,6 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     return optax.chain(clip, adamw)
 
 
-def mean_loss(model: Functional, params: Params, tokens: Array, parts: int = 1) -> Array:
-    """Returns the mean loss of a batch of `data.batches`.
-
-    The losses of the `parts` are independent computations in one program.
-    """
-    loss = lambda rows: model.loss(params, *parts_of(rows))
-    losses = side_by_side(loss, interleaved(tokens, parts))
-    return sum(losses[1:], losses[0]) / parts
-
-
 def parts_of(rows: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT | None]:
     """Returns the inputs, targets and segment ids of a batch, `(batch, seq_len)` each.
 
@@ -187,13 +175,6 @@ def parts_of(rows: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT | None]:
     return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
-def interleaved(x: Array, parts: int) -> list[Array]:
-    """Splits the rows of x into `parts`; each device has equally many rows of each part."""
-    if parts == 1:
-        return [x]
-    return list(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1))
-
-
 def loss_and_gradient(
     model: Functional,
     params: Params,
@@ -201,7 +182,6 @@ def loss_and_gradient(
     *,
     microbatches: int,
     mesh: Mesh,
-    parts: int = 1,
 ) -> tuple[Array, Params]:
     """Returns a batch's mean loss and its gradient, computed in `microbatches` parts.
 
@@ -212,9 +192,8 @@ def loss_and_gradient(
     Args:
       tokens: a batch of `data.batches`, rows split over "data" and "fsdp".
       microbatches: parts; times the mesh's "data" and "fsdp" they divide the batch.
-      parts: independent parts of each microbatch, which XLA may compute at the same time.
     """
-    loss = lambda model: lambda params, rows: mean_loss(model, params, rows, parts)
+    loss = lambda model: lambda params, rows: model.loss(params, *parts_of(rows))
     if microbatches == 1:
         return jax.value_and_grad(loss(model))(params, tokens)
     # Under the `vmap` over replicas "data" is the mapped axis.

@@ -18,15 +18,12 @@ import numpy as np
 
 from . import UsageError
 from .arguments import expanded, named, shown
-from .checks import require
 from .config import TrainConfig
 from .data import with_target
 from .run_dir import RunDir
-from .tokenizer import Bytes, Tokenizer, make_tokenizer, pieces_at_lines
+from .tokenizer import Bytes, Tokenizer, make_tokenizer
 
 HELD_OUT = 0.05
-_PROMPT = 32  # characters of a sample's prompt
-_PART = 1 << 24  # bytes that a tokenizer is trained on at once: it copies them several times
 _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -40,24 +37,19 @@ class Text:
     tokenizer: Tokenizer
     train: np.ndarray  # tokens to train on, unsigned integers
     held_out: np.ndarray  # tokens of the last 5 % of the bytes
-    widths: np.ndarray  # number of bytes of each held-out token
-    raw_train: np.ndarray  # bytes of `train`, uint8
-    raw_held_out: np.ndarray  # bytes of `held_out`, uint8
+    size: int  # number of bytes
     # With --data.documents, the number of tokens of each document to train on, and held out.
     documents: tuple[np.ndarray, np.ndarray] | None = None
 
-    def __len__(self) -> int:
-        return len(self.raw_train) + len(self.raw_held_out)
-
     @property
     def tokens_per_byte(self) -> float:
-        return len(self.train) / len(self.raw_train)
+        return (len(self.train) + len(self.held_out)) / self.size
 
     def identity(self) -> dict[str, Any]:
         """Returns the identity of the text, which a resumed run must share."""
         identity: dict[str, Any] = {
             "name": self.name,
-            "bytes": len(self),
+            "bytes": self.size,
             "sha256": self.sha256,
             "tokenizer": self.tokenizer.identity(),
         }
@@ -67,8 +59,8 @@ class Text:
 
 
 def read(config: TrainConfig) -> Text:
-    """Reads a run's text; raises what `load` does, and a UsageError for a prompt too long."""
-    text = load(
+    """Reads a run's text; raises what `load` does."""
+    return load(
         config.data.path,
         seq_len=config.seq_len,
         vocab_size=config.model.vocab_size,
@@ -76,26 +68,6 @@ def read(config: TrainConfig) -> Text:
         saved=RunDir(config.out_dir).tokenizer if config.out_dir else None,
         documents=config.data.documents,
     )
-    prompt, limit = prompt_of(config, text), config.model.max_seq_len
-    rule = f"must be of 1 to {limit - 1} tokens, below --model.max-seq-len {limit}."
-    fits = 0 < len(text.tokenizer.encode(prompt.encode())[0]) < limit
-    require(fits or not config.sample.tokens, "sample.prompt", prompt, rule)
-    return text
-
-
-def prompt_of(config: TrainConfig, text: Text) -> str:
-    """Returns the prompt of a run's sample: by default the start of a line that was held out.
-
-    It takes at most half of the model's context.
-    """
-    if config.sample.prompt is not None:
-        return config.sample.prompt
-    lines = text.raw_held_out[:4096].tobytes().decode(errors="replace").splitlines()
-    line = next(filter(str.strip, lines[1:]), lines[0])  # the first may begin within a word
-    prompt, room = line[:_PROMPT] or "\n", config.model.max_seq_len // 2
-    while len(prompt) > 1 and len(text.tokenizer.encode(prompt.encode())[0]) > room:
-        prompt = prompt[: len(prompt) // 2]
-    return prompt
 
 
 def load(
@@ -137,13 +109,12 @@ def load(
     if not content:
         raise UsageError(f"{source} is empty: it must hold text.")
     cut = len(content) - math.floor(len(content) * HELD_OUT)
-    pieces = (piece for x in _cut(texts, cut)[0] for piece in pieces_at_lines(x, b"\n", _PART))
-    encoder = make_tokenizer(tokenizer, pieces, saved)
+    encoder = make_tokenizer(tokenizer, _cut(texts, cut)[0], saved)
     while encoder.vocab_size > 256 and 0 < cut < len(content) and content[cut] & 0xC0 == 0x80:
         cut -= 1  # to where a UTF-8 character starts
     before, after = _cut(texts, cut)
-    train, _, lengths = encoder.encode_each(before)
-    held_out, widths, held_out_lengths = encoder.encode_each(after)
+    train, lengths = encoder.encode_each(before)
+    held_out, held_out_lengths = encoder.encode_each(after)
     each = (lengths, held_out_lengths) if documents else None
     sizes = [int(with_target(n).sum()) for n in each] if each else [len(train), len(held_out)]
     least = seq_len + (not documents)
@@ -162,9 +133,8 @@ def load(
             f"{source} needs {needed} tokens by --data.tokenizer {encoder.name}, but --model."
             f"vocab-size is {vocab_size}. Give --model.vocab-size {-(-needed // 128) * 128}."
         )
-    raw = np.frombuffer(content, np.uint8)
-    parts = train, held_out, widths, raw[:cut], raw[cut:]
-    return Text(name, len(files), digest.hexdigest(), encoder, *parts, each)
+    sha256 = digest.hexdigest()
+    return Text(name, len(files), sha256, encoder, train, held_out, len(content), each)
 
 
 def _documents_of(file: Path, content: bytes) -> Iterator[bytes]:

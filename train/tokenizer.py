@@ -5,7 +5,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import AnyStr
 
 import numpy as np
 
@@ -22,14 +21,13 @@ class Bytes:
 
     name, vocab_size = "byte", 256  # the value of `--data.tokenizer`; every token is below the size
 
-    def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a text's tokens, unsigned integers, and the number of bytes of each."""
-        tokens = np.frombuffer(content, np.uint8)
-        return tokens, np.broadcast_to(np.uint8(1), tokens.shape)
+    def encode(self, content: bytes) -> np.ndarray:
+        """Returns a text's tokens, unsigned integers."""
+        return np.frombuffer(content, np.uint8)
 
-    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns what `encode` does, of all documents, and the number of tokens of each."""
-        return *self.encode(b"".join(documents)), np.array([*map(len, documents)], np.int64)
+    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of all documents, and the number of tokens of each."""
+        return self.encode(b"".join(documents)), np.array([*map(len, documents)], np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without those beyond the vocabulary."""
@@ -53,21 +51,20 @@ class Bpe:
         # Not their number: a file may leave out some.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
-    def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
-        return self.encode_each([content])[:2]
+    def encode(self, content: bytes) -> np.ndarray:
+        return self.encode_each([content])[0]
 
-    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        tokens, widths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
+        tokens = [np.zeros(0, dtype)]
         counts = np.zeros(len(documents), np.int64)
         for batch in _batches(documents):
             pieces = [piece for _, piece in batch]
             encodings = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
-            for (at, piece), encoding in zip(batch, encodings, strict=True):
+            for (at, _), encoding in zip(batch, encodings, strict=True):
                 tokens.append(np.array(encoding.ids, dtype))
-                widths.append(_widths(piece, encoding.offsets))
                 counts[at] += len(encoding.ids)
-        return np.concatenate(tokens), np.concatenate(widths), counts
+        return np.concatenate(tokens), counts
 
     def decode(self, tokens: Sequence[int]) -> str:
         known = [int(token) for token in tokens if token < self.vocab_size]
@@ -182,19 +179,17 @@ def _trained(vocab_size: int, content: Iterable[bytes]) -> str:
         special_tokens=[_END],
         show_progress=False,
     )
-    texts = (part.decode(errors="replace") for part in content)
-    pieces = (piece for text in texts for piece in pieces_at_lines(text, "\n", _PIECE))
-    tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.train_from_iterator((piece for text in content for piece in _pieces(text)), trainer)
     return tokenizer.to_str()
 
 
-def pieces_at_lines(text: AnyStr, newline: AnyStr, size: int) -> Iterator[AnyStr]:
-    """Splits a text into pieces of at most `size`, after line ends where these are close enough."""
-    start = 0
+def _pieces(content: bytes) -> Iterator[str]:
+    """Splits a text into pieces of at most `_PIECE`, after line ends where these are close."""
+    text, start = content.decode(errors="replace"), 0
     while start < len(text):
-        end = min(start + size, len(text))
+        end = min(start + _PIECE, len(text))
         if end < len(text):
-            end = text.rfind(newline, start, end) + 1 or end
+            end = text.rfind("\n", start, end) + 1 or end
         yield text[start:end]
         start = end
 
@@ -203,7 +198,7 @@ def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[int, str]]]:
     """Yields the pieces of all documents, each with its document's number, some at a time."""
     batch, size = [], 0
     for at, document in enumerate(documents):
-        for piece in pieces_at_lines(document.decode(errors="replace"), "\n", _PIECE):
+        for piece in _pieces(document):
             if size + len(piece) > _BATCH:
                 yield batch
                 batch, size = [], 0
@@ -211,17 +206,3 @@ def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[int, str]]]:
             size += len(piece)
     if batch:
         yield batch
-
-
-def _widths(piece: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Returns the number of bytes of each token; they sum to those of the piece.
-
-    A token extends from the end of the one before to its own end: offsets omit spaces that some
-    tokenizers trim, and all tokens of a split character have that character's offsets.
-    """
-    characters = np.frombuffer(piece.encode("utf-32-le"), np.uint32)
-    lengths = 1 + sum((characters > limit).astype(np.int64) for limit in (0x7F, 0x7FF, 0xFFFF))
-    at = np.concatenate([[0], np.cumsum(lengths)])
-    ends = np.maximum.accumulate(at[np.array([end for _, end in offsets], np.int64)])
-    ends[-1:] = at[-1]
-    return np.diff(ends, prepend=0)

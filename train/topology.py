@@ -53,7 +53,7 @@ def devices(kind: str, hosts: int, each: int) -> list[jax.Device]:
 
 def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[Compiled, State]:
     """Compiles the step for a mesh of described GPUs; returns its abstract state too."""
-    rows = config.batch_size // config.pieces
+    rows = config.batch_size // config.microbatches
     program = Program(
         build(config.framework, model, make_sharding(config.mesh, mesh, rows)),
         make_optimizer(config.optim, config.steps),
@@ -62,7 +62,6 @@ def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[
         config.microbatches,
         0,
         config.spike,
-        config.mesh.parts,
         documents=config.data.documents,
     )
     with jax.set_mesh(mesh), described_cudnn(_CUDNN):

@@ -43,11 +43,7 @@ KERNELS = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswit
 SCALES = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswith("scale"))
 
 
-# The oldest stack compiles other cases; what it says to each other on every mesh of CPUs is counted
-# in models/test_sharding.py.
-
-
-def gradient(framework, sizes, sharding, parts=1, **changes):
+def gradient(framework, sizes, sharding, **changes):
     """The loss and its gradient, compiled for eight GPUs."""
     mesh = gpu_compiler.mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
     model = build(framework, dataclasses.replace(CONFIG, **changes), sharding)
@@ -56,9 +52,7 @@ def gradient(framework, sizes, sharding, parts=1, **changes):
     rows = NamedSharding(mesh, P(BATCH, None))
     tokens = jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32, sharding=rows)
     step = jax.jit(
-        lambda params, tokens: loss_and_gradient(
-            model, params, tokens, microbatches=1, mesh=mesh, parts=parts
-        ),
+        lambda params, tokens: loss_and_gradient(model, params, tokens, microbatches=1, mesh=mesh),
         out_shardings=(NamedSharding(mesh, P()), places),
     )
     with jax.set_mesh(mesh):
@@ -97,20 +91,12 @@ def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
     assert not transposed(program)  # kernels and their gradients are cut where they are contiguous
 
 
-@pytest.mark.parametrize(
-    ("framework", "remat", "keep", "param_dtype"),
-    [
-        ("nnx", "block", False, "float32"),
-        ("eqx", "dots", True, "float32"),
-        ("nnx", "block", True, "bfloat16"),
-    ],
-)
-def test_fsdp_gathers_again_unless_it_is_kept(framework, remat, keep, param_dtype):
-    options = {"remat": remat, "param_dtype": param_dtype}
-    program = gradient(framework, (1, 8, 1), Sharding(keep_gathered=keep), **options)
-    times = 1 if keep or remat == "none" else 2
+@pytest.mark.parametrize(("framework", "param_dtype"), [("nnx", "float32"), ("eqx", "bfloat16")])
+def test_recomputed_blocks_gather_again_over_fsdp(framework, param_dtype):
+    options = {"remat": "block", "param_dtype": param_dtype}
+    program = gradient(framework, (1, 8, 1), Sharding(), **options)
     expected = {
-        ("all-gather", "bf16"): times * KERNELS + 2 * TABLE,
+        ("all-gather", "bf16"): 2 * KERNELS + 2 * TABLE,
         ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,  # gradients are not rounded
         ("all-reduce", "f32"): SCALES + 1,
     }
@@ -217,22 +203,6 @@ def test_all_three_axes_gather_codes_once():
     assert codes == kernels + 4 * activation
     assert found[("all-gather", "bf16")] == 2 * activation + 2 * table
     assert found[("reduce-scatter", "bf16")] == 6 * activation // 2
-
-
-def test_parts_of_a_batch_hide_what_the_others_communicate():
-    """While whole sequences are gathered, which need no transposition."""
-    sharding = Sharding.sequence_parallel(by_rows=True)
-    program = gradient("nnx", (1, 1, 8), sharding, parts=2, num_layers=2)
-    activation, times = ROWS * SEQ * DIM, 4 * 2 + 2
-    found = hlo.communicated(program)
-    assert found["all-gather", "bf16"] == times * activation
-    # The gradient of what the loss reads is halved before its part is taken, so XLA sums it whole.
-    assert found["reduce-scatter", "bf16"] == (times - 1) * activation // 8
-    assert found["all-reduce", "bf16"] == activation
-    assert not transposed(program)
-    hidden = sum(gemms > 0 for kind, gemms in hlo.overlapped(program) if kind != "all-reduce")
-    moves = sum(c.kind != "all-reduce" for c in hlo.collectives(program))
-    assert hidden > 0.8 * moves  # not tied to each other a half, in one part less
 
 
 def test_all_three_axes_together():

@@ -72,13 +72,6 @@ def test_attention_of_long_scores_stays_finite(rng, jit):
     assert np.isfinite(gradient).all()
 
 
-def test_cudnn_where_there_is_none_says_so(rng):
-    if jax.default_backend() == "gpu":
-        pytest.skip("there is one")
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        attend(*_random(rng, 2, "bfloat16"), None, 0, "cudnn")
-
-
 def test_rotation_keeps_lengths_and_depends_on_distance_only(small, rng, jit):
     x, y = rng.standard_normal((2, 1, 1, 1, small.head_dim)).astype(np.float32)
     turned = jit(lambda x, position: rotate(x, rope_table(small, position, 1)))
@@ -88,11 +81,6 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only(small, rng, jit):
     assert max(products) - min(products) < limit
     assert abs(products[0] - np.vdot(x, y)) > 100 * limit
     assert np.linalg.norm(turned(x, 40)) == pytest.approx(np.linalg.norm(x), rel=1e-6)
-
-
-def test_rotation_of_position_zero_is_none(small, rng):
-    x = rng.standard_normal((2, 1, 3, small.head_dim)).astype(np.float32)
-    np.testing.assert_array_equal(rotate(jnp.asarray(x), rope_table(small, 0, 1)), x)
 
 
 def test_rope_table_matches_complex_powers(small, scaling):

@@ -96,25 +96,6 @@ def test_a_row_ends_with_its_stop_token_and_repeats_it(model, params):
     assert (got[0] != whole[0]).any()
 
 
-def test_generation_ends_when_all_rows_have(model, params):
-    """The loop's length is seen by what it costs: with every token a stop, one step is taken."""
-    decoded = []
-    config = dataclasses.replace(model.config, max_seq_len=63)  # not the model of other tests
-    counting = build(model.framework, config)
-    whole = counting.decode
-
-    def decode(params, tokens, cache):
-        jax.debug.callback(lambda: decoded.append(tokens.shape))
-        return whole(params, tokens, cache)
-
-    object.__setattr__(counting, "decode", decode)
-    everything = range(config.vocab_size)
-    got = generate(counting, params, PROMPTS, 8, stop_tokens=everything, temperature=0)
-    jax.effects_barrier()
-    assert len(decoded) == 2  # the prompt, and one token
-    assert (got == got[:, :1]).all()
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(0.0, 1.0, None), (1.0, 1.0, 1), (1.0, 1e-6, None)]
 )

@@ -65,8 +65,9 @@ def _settings(folder):
 
 
 def _assert_equal(ours, theirs):
-    # Both are float32: two layers of sums of up to 40 products and a softmax. 100 roundings of the
-    # largest logit, as against the float64 reference in test_transformer.py, for each of the two.
+    # Both are float32: two layers of sums of up to 40 products and a softmax. Some 20 roundings in
+    # a row, each relative to the largest value around, and as many again in the length summed: 100
+    # of the largest logit for each of the two.
     assert np.abs(ours - theirs).max() < 200 * 2**-24 * np.abs(theirs).max()
 
 

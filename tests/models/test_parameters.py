@@ -72,13 +72,6 @@ def test_frameworks_store_kernels_in_their_own_layout(small, noisy, rng):
     np.testing.assert_array_equal(equinox.head.weight, values["head.kernel"].T)
 
 
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
-def test_names_are_those_of_the_shapes(small, framework):
-    model = build(framework, small)
-    names = jax.tree.leaves(model.names(model.abstract))
-    assert sorted(names) == sorted(parameters.shapes(small))
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -27,7 +27,6 @@ _FLAGS = {
     "eval.every": 0,
     "eval.final-tokens": 256,
     "checkpoint.every": 0,
-    "sample.tokens": 0,
     "optim.lr": 1e-2,
     "model.dim": 16,
     "model.num-layers": 2,
@@ -142,8 +141,6 @@ def options() -> dict:
         "eval.every": 2,
         "eval.tokens": 128,
         "checkpoint.every": 2,
-        "sample.tokens": 9,
-        "sample.prompt": "the ",
     }
 
 

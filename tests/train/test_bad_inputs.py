@@ -15,61 +15,39 @@ _USAGE = [
     ({"steps": 0}, ["--steps 0", "from 1 to"]),
     ({"microbatches": -1}, ["--microbatches -1", "from 1 to"]),
     ({"seed": 2**32}, ["--seed 4294967296", "to 4294967295"]),
-    ({"eval.every": -5}, ["--eval.every -5", "from 0"]),
-    ({"checkpoint.keep": 0}, ["--checkpoint.keep 0", "from 1 to"]),
     ({"seq_len": 33}, ["--seq-len 33", "--model.max-seq-len 32"]),
     ({"batch_size": 10, "microbatches": 4}, ["--batch-size 10", "--microbatches 4", "8 or 12"]),
     ({"batch_size": 12}, ["--batch-size 12", "multiple of 8", "8 or 16"]),
-    ({"batch_size": 8, "mesh.parts": 2}, ["--batch-size 8", "times --mesh.parts 2", "Take 16"]),
     ({"optim.lr": "nan"}, ["--optim.lr nan", "from 1.18e-38 to 3.4e+38"]),
     ({"optim.b2": 0.99999999999}, ["--optim.b2 0.99999999999", "from 0 to 1"]),
-    ({"optim.clip": "inf"}, ["--optim.clip inf", "3.4e+38"]),
-    ({"optim.final-lr": 2}, ["--optim.final-lr 2.0", "from 0 to 1"]),
     ({"optim.mu-dtype": "float16"}, ["--optim.mu-dtype", "float16", "bfloat16"]),
     ({"optim.warmup": 7}, ["--optim.warmup 7", "--steps 6"]),
     ({"spike": 0.5}, ["--spike 0.5", "above 1"]),
     ({"guard": "skip:0"}, ["--guard 'skip:0'", "skip:N"]),
     ({"model.num-layers": 10_001}, ["--model.num-layers 10001", "to 10000"]),
-    ({"model.dim": 2**30}, ["does not fit", "7,486.1 GB", "--mesh.fsdp"]),
-    (
-        {"sample.prompt": "x" * 40, "sample.tokens": 9},
-        ["--sample.prompt", "--model.max-seq-len 32"],
-    ),
     ({"out_dir": "~no-such-user/x"}, ["--out-dir ~no-such-user/x", "not a home folder"]),
     ({"mesh.data": 0}, ["--mesh.data 0", "-1"]),
     ({"mesh.fsdp": -1}, ["--mesh.data -1 --mesh.fsdp -1", "one may be -1"]),
     ({"mesh.fsdp": 3}, ["--mesh.data -1 --mesh.fsdp 3", "a multiple of 3 devices", "are 8"]),
-    ({"mesh.data": 2, "mesh.fsdp": 2}, ["--mesh.data 2 --mesh.fsdp 2", "take 4 devices", "are 8"]),
-    ({"mesh.tensor": 4}, ["--model.num-heads=2", "'tensor'", "4"]),
     ({"model.vocab-size": 257, "mesh.tensor": 2}, ["--model.vocab-size=257", "'tensor'"]),
     ({"model.num-heads": 3}, ["--model.num-heads=3", "--model.num-kv-heads=2"]),
     ({"model.norm-eps": "nan"}, ["--model.norm-eps=nan", "finite"]),
     ({"model.vocab-size": 100}, ["tokens", "--model.vocab-size 128"]),
     ({"implementation": "pallas"}, ["--implementation", "pallas"]),
-    (
-        {"mesh.keep-gathered": True, "mesh.fsdp": 8, "model.quantization": "fp8"},
-        ["--mesh.keep-gathered", "--model.quantization fp8"],
-    ),
     ({"distributed.num-processes": 2}, ["--distributed.coordinator", "all three"]),
     (_ADDRESS | {"distributed.process-id": 2}, ["--distributed.process-id 2", "from 0 to 1"]),
-    (
-        _ADDRESS | {"distributed.coordinator": "host:99999", "distributed.process-id": 0},
-        ["'host:99999'", "65535"],
-    ),
     ({"out_dir": None, "resume": "must"}, ["--resume must", "--out-dir"]),
     ({"resume": "must"}, ["--resume must", "no checkpoint"]),
     ({"data.path": "/nonexistent/*.txt"}, ["--data.path /nonexistent/*.txt", "no files"]),
     ({"data.path": ""}, ["--data.path= is empty"]),  # not the current folder
     ({"data.path": "~no-such-user/x"}, ["--data.path ~no-such-user/x"]),
-    ({"sample.prompt": "\udcff"}, ["--sample.prompt=\\udcff", "UTF-8"]),
+    ({"data.path": "\udcff"}, ["--data.path=\\udcff", "UTF-8"]),
     ({"config": "/nowhere.yaml"}, ["--config /nowhere.yaml cannot be read"]),
     ({"tensorboard": True}, ["--tensorboard", "metrics.jsonl"]),
+    ({"sample.tokens": 9}, ["--sample.tokens is no longer there", "normfuse generate"]),
     ({"data.tokenizer": "bpe:256"}, ["--data.tokenizer bpe:256", "at least 257"]),
-    ({"data.tokenizer": "bpe"}, ["--data.tokenizer bpe cannot be read"]),
     ({"data.tokenizer": __file__}, [f"{__file__} is not a valid tokenizer.json", "`bpe:N`"]),
     ({"mesh.dta": 3}, ["--mesh.dta", "Perhaps you meant", "--mesh.data"]),
-    ({"optim.lr": "abc"}, ["--optim.lr", "abc"]),
-    ({"framework": "torch"}, ["torch", "nnx", "eqx"]),
     ({"preset": "huge"}, ["huge", "tiny"]),
 ]
 
@@ -150,7 +128,7 @@ def test_implementation_that_cannot_serve_is_usage(train, nothing_compiled, monk
 
 
 def test_empty_words_are_refused(capsys):
-    for argv in (["generate", ""], ["report", "run", "--html", ""], ["train", "--out-dir", ""]):
+    for argv in (["generate", ""], ["report", "run", "--plot", ""], ["train", "--out-dir", ""]):
         code = main(argv)
         _assert_usage_error(code, capsys.readouterr().err, [f"{argv[-2]} is empty"])
 

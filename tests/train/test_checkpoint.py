@@ -68,16 +68,3 @@ def test_saved_state_may_be_overwritten_at_once(tmp_path):
     checkpoints.close()
     restored, record, said = restore(tmp_path / "checkpoints")
     assert equal(restored, make_state(1)) and said == []
-
-
-def test_restores_onto_another_mesh(saved, eight_devices):
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = lambda x: jax.sharding.PartitionSpec("fsdp") if x.ndim == 2 else ()
-    place = lambda x: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*split(x)))
-    wanted = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)), make_state(0)
-    )
-    said: list[str] = []
-    state, _ = Checkpoints(saved, report=said.append).restore(wanted)
-    assert equal(state, make_state(2)) and said == []
-    assert state.params["kernel"].sharding == wanted.params["kernel"].sharding

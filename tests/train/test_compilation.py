@@ -1,35 +1,13 @@
 """The compiled step: what it says of its implementation, and where its program is kept."""
 
-import dataclasses
 import math
 import os
 import re
 
 import jax
 import pytest
-from tiny_model import CONFIG, first_devices
 
-from normfuse.models.functional import build
-from normfuse.train import UsageError, compilation
-from normfuse.train.config import OptimConfig
-from normfuse.train.step import Program, make_optimizer, schedule
-
-
-@pytest.mark.parametrize("implementation", ["native", "pallas"])
-def test_one_implementation_alone_must_serve_every_op(implementation):
-    """On a CPU there is no native kernel for gated products, nor a Pallas one for float32."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("of CPUs")
-    refusal = {
-        "native": "gated_product: implementation='native' cannot serve",
-        "pallas": "gated_product has no 'pallas' implementation; it has 'xla', 'native'",
-    }[implementation]
-    optim, mesh = OptimConfig(lr=1e-2), first_devices(1, 1, 1)
-    model = build("nnx", dataclasses.replace(CONFIG, implementation=implementation))
-    program = Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0)
-    with jax.set_mesh(mesh):
-        with pytest.raises(UsageError, match=f"{refusal}.*Use --implementation auto to let "):
-            compilation.lower(program, 2, 8)
+from normfuse.train import compilation
 
 
 def test_a_run_says_how_long_it_compiles(finished):

@@ -49,20 +49,15 @@ def test_dump_reads_back_the_same(yaml_file):
         ("\nmesh:\n  sideways:\n    a: 1\n", ["--mesh.sideways.a=1"]),
         ("mesh: 3\n", ["--mesh=3"]),
         ("steps: many\n", ["--steps", "'many'"]),
-        ("steps: 3.5\n", ["--steps", "'3.5'"]),
-        ("steps: true\n", ["--steps"]),
         ("steps: null\n", ["--steps", "None"]),
         ("profile: 3\n", ["3"]),
         ("optim:\n  lr: fast\n", ["--optim.lr", "'fast'"]),
-        ("framework: torch\n", ["--framework", "'torch'", "'nnx'"]),
         ("preset: huge\n", ["--preset", "'huge'", "'tiny'"]),
         ("out_dir: ''\n", ["--out-dir= is empty"]),
         ("- 1\n", ["run.yaml", "name: value"]),
-        ("just text\n", ["run.yaml", "name: value"]),
         ("a: [1\n", ["run.yaml cannot be read"]),
         ("!!python/object/apply:os.system [ls]", ["run.yaml cannot be read"]),
         ("[" * 2000, ["run.yaml cannot be read"]),
-        ("2024-13-45", ["run.yaml cannot be read"]),
         ("&a {mesh: *a}", ["run.yaml cannot be read"]),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -76,7 +71,7 @@ def test_mistakes_in_a_file_name_the_setting_and_the_value(yaml_file, capsys, co
 
 
 def test_switches_are_set_and_unset(yaml_file):
-    older = "tensorboard: false\n"  # a setting that is no longer there
+    older = "tensorboard: false\nsample: {tokens: 9}\n"  # settings that are no longer there
     path = yaml_file(f"profile: true\ndata: {{documents: true}}\nmodel.gated: false\n{older}")
     config = parse(["train", "--config", str(path), "--data.no-documents"])
     assert (config.profile, config.data.documents, config.model.gated) == (True, False, False)

@@ -119,7 +119,7 @@ def test_hugging_face_folder_speaks(tmp_path, capsys, monkeypatch):
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(template))
     assert main(arguments) == 0
-    assert prompts[0].tolist() == [0, *tokenizer.encode(b"the row")[0]]
+    assert prompts[0].tolist() == [0, *tokenizer.encode(b"the row")]
     assert capsys.readouterr().out.startswith("the row")
     (tmp_path / "config.json").write_text("{}")
     assert main(arguments) == 2

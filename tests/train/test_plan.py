@@ -27,7 +27,6 @@ def test_it_takes_the_flags_of_a_run():
         (["--gpus", "12"], ["--gpus 12", "8 or 16"]),
         (["--batch-size", "0"], ["--batch-size 0", "from 1 to"]),
         (["--model.num-heads", "7"], ["--model.num-heads=7", "multiple"]),
-        (["--huggingface", "/nowhere"], ["--huggingface /nowhere"]),
         (["--confgi", "x"], ["--confgi"]),
     ],
     ids=lambda value: str(value)[:40],
@@ -37,12 +36,6 @@ def test_mistakes_name_the_flag_and_the_value(argv, parts, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 or "helptext" in error
     assert all(part in error for part in parts), error
-
-
-def test_a_malformed_hugging_face_folder_is_named(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    assert main(["plan", "--huggingface", str(tmp_path)]) == 2
-    assert "model_type=None" in capsys.readouterr().err
 
 
 def test_collectives_are_read_from_the_program(eight_devices):

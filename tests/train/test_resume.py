@@ -43,15 +43,6 @@ def test_other_mesh_and_microbatches_resume_within_1e_5(
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-def test_how_a_model_is_computed_may_change(interrupted, train, options, losses, tmp_path):
-    """The message of a run that is out of memory advises `--model.remat block`."""
-    interrupted()
-    changes = {"model.remat": "block", "model.attention": "xla"}
-    code, out, err = train(**options | changes)
-    assert (code, err) == (0, "") and max(losses(tmp_path / "run")) == 6
-    assert re.search(r"model\.remat +saved none, now block", out)
-
-
 def test_settings_that_say_how_are_told_by_their_names():
     """A setting newer than the checkpoint counts as its default there."""
     config = preset_config("tiny")

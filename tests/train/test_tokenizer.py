@@ -21,8 +21,7 @@ def trained():
 
 
 def test_bytes_are_their_own_tokens():
-    tokens, widths = Bytes().encode("né".encode())
-    assert tokens.tolist() == [110, 195, 169] and widths.tolist() == [1, 1, 1]
+    assert Bytes().encode("né".encode()).tolist() == [110, 195, 169]
     assert Bytes().decode([110, 195, 169, 256]) == "né"
 
 
@@ -30,7 +29,7 @@ def test_a_tokenizer_of_bytes_is_bytes():
     every = bytes(range(256)) + TEXT.encode()
     tokenizer = Bpe.of_bytes()
     assert tokenizer.vocab_size == 256
-    tokens, _ = tokenizer.encode(TEXT.encode())
+    tokens = tokenizer.encode(TEXT.encode())
     assert bytes(tokens.tolist()) == TEXT.encode()
     assert tokenizer.decode(list(every)) == Bytes().decode(every)
 
@@ -43,16 +42,15 @@ def test_the_vocabulary_reaches_to_the_largest_token(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     found = read_tokenizer(tmp_path)
     assert found.vocab_size == 901
-    assert found.decode(found.encode(b"a norm")[0]) == "a norm"
+    assert found.decode(found.encode(b"a norm")) == "a norm"
     assert parse(["train", "--data.tokenizer", str(tmp_path)]).model.vocab_size == 1024
 
 
 def test_trained_encoding_is_lossless_and_shorter(trained):
-    tokens, widths = trained.encode(TEXT.encode())
+    tokens = trained.encode(TEXT.encode())
     assert trained.decode(tokens) == TEXT
     assert len(tokens) < len(TEXT.encode()) / 2 and tokens.dtype == np.uint16
     assert tokens.max() < trained.vocab_size <= 300
-    assert widths.sum() == len(TEXT.encode())
 
 
 def test_training_is_the_same_every_time(trained):
@@ -60,42 +58,16 @@ def test_training_is_the_same_every_time(trained):
     assert make_tokenizer("bpe:290", [TEXT.encode()]).identity() != trained.identity()
 
 
-def test_widths_are_the_bytes_of_the_text_so_far(trained):
-    tokens, widths = trained.encode(TEXT[:200].encode())
-    ends = np.cumsum(widths)
-    for k in range(1, len(tokens) + 1):
-        text = trained.decode(tokens[:k])
-        if not text.endswith("�"):  # the tokens so far end with a whole character
-            assert ends[k - 1] == len(text.encode())
-    assert (widths >= 0).all() and (widths[:1] > 0).all()
-
-
-def test_widths_hold_for_encodings_that_trim_or_replace_spaces(tmp_path):
-    """SentencePiece's are such: a space is ▁, and one is added in front."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    tokenizer.decoder = tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=120, special_tokens=["?"], show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    ours = read_tokenizer(tmp_path)
-    tokens, widths = ours.encode(TEXT.encode())
-    assert widths.sum() == len(TEXT.encode())
-    assert tokens.tolist() == tokenizer.encode(TEXT, add_special_tokens=False).ids
-
-
 def test_long_texts_are_cut_at_line_ends_and_lose_nothing(trained, monkeypatch):
     from normfuse.train import tokenizer
 
-    whole, _ = trained.encode(TEXT.encode())
+    whole = trained.encode(TEXT.encode())
     monkeypatch.setattr(tokenizer, "_PIECE", 100)
-    pieces, widths = trained.encode(TEXT.encode())
-    assert trained.decode(pieces) == TEXT and widths.sum() == len(TEXT.encode())
+    pieces = trained.encode(TEXT.encode())
+    assert trained.decode(pieces) == TEXT
     assert len(pieces) < 1.1 * len(whole)
     no_line_end = "x" * 1000
-    assert trained.decode(trained.encode(no_line_end.encode())[0]) == no_line_end
+    assert trained.decode(trained.encode(no_line_end.encode())) == no_line_end
 
 
 def test_held_out_text_is_the_same_bytes_whatever_the_tokens(tmp_path):
@@ -103,10 +75,9 @@ def test_held_out_text_is_the_same_bytes_whatever_the_tokens(tmp_path):
     path.write_text("é" * 4999)  # the cut at 95 % of 9998 bytes is in a character
     as_bytes = load(str(path), seq_len=8, vocab_size=256)
     as_pairs = load(str(path), seq_len=4, vocab_size=300, tokenizer="bpe:270")
-    assert len(as_bytes.raw_held_out) == 499 and len(as_pairs.raw_held_out) == 500
-    assert as_pairs.raw_held_out.tobytes().decode() == "é" * 250
-    assert as_pairs.widths.sum() == 500
-    assert as_pairs.tokens_per_byte == len(as_pairs.train) / 9498
+    assert len(as_bytes.held_out) == 499
+    assert as_pairs.tokenizer.decode(as_pairs.held_out) == "é" * 250
+    assert as_pairs.tokens_per_byte == (len(as_pairs.train) + len(as_pairs.held_out)) / 9998
     assert as_pairs.identity()["tokenizer"].startswith("sha256 ")
 
 
@@ -141,11 +112,7 @@ def test_run_on_pairs_counts_bits_per_byte_and_goes_on(train, text_file, tmp_pat
     run = tmp_path / "run"
     text = load(str(text_file), seq_len=16, vocab_size=304, tokenizer="bpe:300")
     last = lines(run)[-1]
-    # 256 tokens in 16 windows, spread evenly: as evaluate.py chooses them.
-    windows = (len(text.held_out) - 1) // 16
-    chosen = np.unique(np.linspace(0, windows - 1, min(16, windows)).round().astype(int))
-    spanned = sum(text.widths[i * 16 + 1 : i * 16 + 17].sum() for i in chosen)
-    expected = last["val_loss"] / NATS_PER_BIT * 16 * len(chosen) / spanned
+    expected = last["val_loss"] / NATS_PER_BIT * text.tokens_per_byte
     assert last["val_bits_per_byte"] == pytest.approx(expected, rel=1e-12)
     assert f"{expected:.3f} bits/byte" in out
 
