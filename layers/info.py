@@ -52,13 +52,13 @@ def kernels() -> dict[str, list[Kernel]]:
 def _implementations(platforms: Sequence[str]) -> list[str]:
     """Returns a line for each platform and op: what serves unasked, XLA, what serves on request.
 
-    Pallas's kernels are for TPUs; its dense is for Hopper GPUs too, and serves on request alone.
+    Pallas's kernels are for TPUs; its dense serves on request alone.
     """
     lines = []
     for where, (op, those) in itertools.product(platforms, kernels().items()):
         have = set.intersection(*[{*kernel.bodies} for kernel in those])
         serves = ["native"] * (where in have)
-        if "pallas" in have and (where in ("cpu", "tpu") or (where, op) == ("cuda", "dense")):
+        if "pallas" in have and where in ("cpu", "tpu"):
             pallas = "pallas (interpreted)" if where == "cpu" else "pallas"
             unasked = where == "tpu" and op != "dense"
             serves = [pallas, "xla"] if unasked else [*serves, "xla", pallas]

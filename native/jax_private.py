@@ -17,11 +17,6 @@ except ImportError:  # an unused rstd is then computed and thrown away
     _dce_rules = {}
 
 try:
-    from jax.sharding import AbstractDevice as AbstractDevice
-except ImportError:  # JAX 0.10
-    from jax._src.mesh import AbstractDevice as AbstractDevice
-
-try:
     from jax._src.custom_partitioning import _sharding_callbacks as sharding_callbacks
 except ImportError:  # JAX's persistent compilation cache then misses in every new process
     sharding_callbacks = None

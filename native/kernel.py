@@ -117,7 +117,7 @@ class Kernel:
     def _fastest(self, platform: str | None) -> tuple[str, ...]:
         """Returns the implementation that is tried where none was asked for.
 
-        On CPUs Pallas is interpreted, and on GPUs its kernels serve on request alone.
+        On CPUs Pallas is interpreted, and serves on request alone.
         """
         return ("pallas" if platform == "tpu" and "pallas" in self.bodies else "native",)
 
@@ -144,12 +144,12 @@ class Kernel:
         from .pallas import lowering  # Pallas is imported when it is first used
 
         _require_static_shapes(ctx)
-        target = lowering.target_for(platform, ctx)
+        target = lowering.target_for(platform)
         body = functools.partial(self.bodies["pallas"], target, spec)
 
         def run(*values: Any) -> Any:
             with lowering.translated():
-                return lower(body, ctx, *values, mesh=lowering.mesh(target))
+                return lower(body, ctx, *values)
 
         return run
 
@@ -215,31 +215,26 @@ def without_mesh(fn: Body, x64: bool) -> Callable[..., list]:
 
     def shielded(*operands: Any) -> list[Any]:
         with jax.enable_x64(x64):
-            jaxpr = _traced(fn, operands, _NO_MESH)
+            jaxpr = _traced(fn, operands)
         return _shield.bind(*operands, jaxpr=jaxpr, x64=x64)
 
     return shielded
 
 
-def lower(fn: Body, ctx: Any, *values: Any, mesh: AbstractMesh = _NO_MESH) -> Any:
-    """Lowers `fn`, a function of one device's arrays, as the lowering of a primitive.
-
-    `mesh` has no axes; it can say which device the program is for.
-    """
-    jaxpr = _traced(fn, ctx.avals_in, mesh)
-    return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64, mesh=mesh)
+def lower(fn: Body, ctx: Any, *values: Any) -> Any:
+    """Lowers `fn`, a function of one device's arrays, as the lowering of a primitive."""
+    jaxpr = _traced(fn, ctx.avals_in)
+    return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64)
 
 
-def _traced(fn: Body, operands: Sequence[Any], mesh: AbstractMesh) -> Any:
-    with use_abstract_mesh(mesh):
+def _traced(fn: Body, operands: Sequence[Any]) -> Any:
+    with use_abstract_mesh(_NO_MESH):
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
         return jax.make_jaxpr(lambda *arrays: list(fn(*arrays)))(*structs)
 
 
-def _lower_shielded(
-    ctx: Any, *values: Any, jaxpr: Any, x64: bool, mesh: AbstractMesh = _NO_MESH
-) -> Any:
-    with use_abstract_mesh(mesh), jax.enable_x64(x64):
+def _lower_shielded(ctx: Any, *values: Any, jaxpr: Any, x64: bool) -> Any:
+    with use_abstract_mesh(_NO_MESH), jax.enable_x64(x64):
         inner = ctx.replace(avals_in=list(jaxpr.in_avals), avals_out=list(jaxpr.out_avals))
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *values)
 

@@ -46,15 +46,6 @@ LAYERS: dict[str, dict[str, Callable]] = {
     },
 }
 
-# On Hopper GPUs a product's epilogue may compute the activation.
-FUSED: dict[str, dict[str, Callable]] = {
-    "norm + gelu MLP": {
-        "fused forward": lambda x, s, w, d: dense(
-            dense(rms_norm(x, s), w, activation="gelu_tanh", implementation="pallas"), d
-        ),
-    },
-}
-
 # Arrays of x's size, and of the hidden layer's, that kernels other than GEMMs move. The norm reads
 # x and writes it normalised; its backward reads x and dy and writes dx. After the product each
 # array is read and written once each way.

@@ -202,7 +202,7 @@ def passes(compiled) -> list[tuple[str, int]]:
         free = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant")
         if operation in free or "__cublas$" in line or '"AllocateBuffer"' in line:
             continue
-        kernel = _LAUNCHED.search(line) or re.search(r'custom_call_target="(mosaic_gpu)', line)
+        kernel = _LAUNCHED.search(line)
         moved = size + sum(sizes[o] for o in re.findall(r"%[\w.-]+", operands))
         found.append((kernel[1] if kernel else operation, moved))
     return found

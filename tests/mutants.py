@@ -263,7 +263,7 @@ MUTANTS = [
         "layers/dense/pallas.py",
         "x, w = before(x, k - step * tk, 1), before(w, k - step * tk, 0)",
         "x, w = x, w",
-        "tests/native/test_pallas.py::test_products_match_float64[blocks-(33, 600, 130)]",
+        "tests/native/test_pallas.py::test_products_match_float64[(33, 600, 130)]",
     ),
     Mutant(
         "layers/core/activations.py",

@@ -185,8 +185,6 @@ def _body(
     """Raises `Unsupported` for what the platform's kernels do not take."""
     if norm.heads:
         raise Unsupported("Pallas kernels take one scale for all rows")
-    if target.gpu:
-        raise Unsupported("the Pallas kernels of norms are for TPUs")
     dtypes = {*(a.dtype.name for a in operands), norm.compute, norm.out_dtype, norm.residual_dtype}
     lowering.require_dtypes(target, *map(jnp.dtype, dtypes - {""}))
     x = operands[norm.names(kernel)[0].index("X")]

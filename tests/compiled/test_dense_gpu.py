@@ -8,7 +8,7 @@ import hlo
 import jax
 import jax.numpy as jnp
 import pytest
-from dense_layers import FUSED, LAYERS, MOVED, both_ways, kernel_shapes, project
+from dense_layers import LAYERS, MOVED, both_ways, kernel_shapes, project
 from hlo import Gemm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,7 +33,7 @@ def compiled(layer, version):
     kernels = [of(*shape) for shape in kernel_shapes(layer, DIM, HIDDEN)]
     with jax.set_mesh(mesh):
         args = (of(TOKENS, DIM), of(DIM, dtype=f32), *kernels)
-        run = jax.jit(both_ways((LAYERS[layer] | FUSED.get(layer, {}))[version]))
+        run = jax.jit(both_ways(LAYERS[layer][version]))
         return gpu_compiler.compile(run, args, of(TOKENS, kernels[-1].shape[1]))
 
 
@@ -46,7 +46,6 @@ def temporaries(program):
     [
         ("norm + dense", "normfuse", WIDE),  # the normalised x
         ("norm + gelu MLP", "native", 2 * LARGE),  # the product and its activation, or gradients
-        ("norm + gelu MLP", "fused forward", 2 * LARGE),
         ("norm + SwiGLU MLP", "native", 3 * LARGE),  # gate, up, and what is made of them
         ("norm + SwiGLU MLP", "native, hidden kept", 3 * LARGE),
     ],
@@ -63,17 +62,6 @@ def test_nothing_but_our_kernels_passes_over_memory(layer, version):
     wide, large = MOVED[layer, version]
     must = wide * WIDE + large * LARGE
     assert must <= sum(moved for _, moved in passes) <= must + 2 * SMALL
-
-
-def test_a_fused_product_has_the_gradient_of_its_activation_from_our_kernel():
-    """Its kernel reads x and the kernel, and writes the product and its activation."""
-    program = compiled("norm + gelu MLP", "fused forward")
-    passes = dict(hlo.passes(program))
-    assert passes.pop("mosaic_gpu") == 2 * DIM * HIDDEN + WIDE + 2 * LARGE
-    norms = {"rms_norm_forward", "rms_norm_backward", "column_sum"}
-    assert passes.keys() - norms == {"epilogue_backward"}, passes
-    assert passes["epilogue_backward"] == 3 * LARGE  # z and dy, and dz in z's place
-    assert len(hlo.gemms(program)) == 5
 
 
 def test_products_of_one_input_add_their_gradients_in_the_gemm():

@@ -41,7 +41,7 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  rocm  norms      xla\n",
         "  tpu   norms      pallas, xla\n",
         "  cpu   dense      xla, pallas (interpreted)",
-        "  cuda  dense      xla, pallas\n",
+        "  cuda  dense      xla\n",
         "  tpu   dense      xla, pallas\n",
         "  cpu   activation xla\n",
         "  cuda  activation native, xla\n",
