@@ -100,7 +100,6 @@ class Op:
         say; only an optimization.
       formula: the differentiable results in plain JAX, where derivatives are not of `definition`.
       forward_mode: `(spec, order)`, called where the tangent is lowered; may refuse it.
-      backward: the first-order gradient, for readers and for listings.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
     """
@@ -123,7 +122,6 @@ class Op:
     types: Callable[..., Sequence[Any] | None] | None = None
     formula: Body | None = None
     forward_mode: Callable[[Any, Order], None] | None = None
-    backward: "Op | None" = None
     without_last: Callable[[Any], Any] | None = None
 
     def __post_init__(self):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
-from ...native.implementation import Order, Unsupported, native_or_best
+from ...native.implementation import Order, native_or_best
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from ..core.activations import SCALARS, Activation, Scalar, resolve, scalar_of, with_activation
@@ -154,8 +154,6 @@ def forward_on_cuda(target: Target, spec: Epilogue, z: Any, *rest: Any) -> list[
 
 def backward_on_cuda(target: Target, spec: Epilogue, dy: Any, z: Any, *rest: Any) -> list[Array]:
     """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`."""
-    if not spec.function.derivative:
-        raise Unsupported(f"the activation {spec.function.name} has no derivative in C++")
     names = ["DY", "Z"] + ["UP"] * spec.has_up + ["BIAS"] * spec.has_bias
     operands = dict(zip(names, (dy, z, *rest), strict=True))
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
@@ -339,7 +337,6 @@ forward = Op(
     dims=_forward_dims,
     body=_forward_body,
     batched=_batched,
-    backward=backward,
 )
 
 

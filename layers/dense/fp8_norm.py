@@ -15,40 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from ...native import jax_private
 from ...native.implementation import Order
-from ..core.op import Op, differentiable, equally_varying, jvp_along, moves
+from ..core.op import Op, differentiable, equally_varying, jvp_along
 from ..norm import op as rms_norm
 from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
 from ..quantization.norm import Normalised, NormCodes
 from ..quantization.quantize import Codes
 from .fp8 import FORMAT, Marked, derived
-
-
-def norm_tangents(
-    norm: Norm,
-    h: Array,
-    statistics: Sequence[Array],
-    args: Sequence[Array],
-    dargs: Sequence[Any],
-    order: Order,
-) -> list[Any]:
-    """Returns the tangents of a norm of `args`, None where nothing moves, and of x + residual."""
-    large = 1 + norm.has_residual
-    parts = [dx.astype(h.dtype) for dx in dargs[:large] if moves(dx)]
-    moving = [functools.reduce(jnp.add, parts)] if parts else []
-    moving += [d for d in dargs[large:] if moves(d)]
-    dh = [jnp.zeros_like(h)] * (norm.has_residual and not parts)
-    if not moving:
-        return [None, *dh]
-    given = [h, *args[large : large + norm.has_scale], *statistics, *moving]
-    of = [norm.has_scale and moves(dargs[large]), norm.has_bias and moves(dargs[-1])]
-    spec = replace(norm, with_mean=False, with_rstd=False, moves=(bool(parts), *of))
-    return [*rms_norm.tangent(spec, *given, order=order), *dh]
 
 
 def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array], Normalised]:
@@ -80,8 +57,9 @@ def _(norm, order, primals, tangents):
     (args, h, statistics), (dargs, *_) = primals, tangents
     results = _normalised(norm, order, args, h, statistics)
     h, *statistics = (derived(Codes(op=norm.op), value, *args)[0] for value in (h, *statistics))
-    dy, *dh = norm_tangents(norm, h, statistics, args, dargs, order)
-    return results, (jnp.zeros_like(results[0]) if dy is None else dy, *dh)
+    alone = replace(norm, with_mean=False, with_rstd=False)
+    kept = h, statistics
+    return results, tuple(rms_norm.tangents_of(alone, args, dargs, results, kept, order))
 
 
 @dataclasses.dataclass(frozen=True)

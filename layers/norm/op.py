@@ -19,6 +19,7 @@ References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:19
 and Hinton, "Layer Normalization", arXiv:1607.06450.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -29,11 +30,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.interpreters import ad
 
 from ...native.implementation import Implementation, Order, order_of
 from ..core.arguments import dimensions, finite, floating, floating_dtype
-from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
+from ..core.op import (
+    Dims,
+    Loose,
+    Op,
+    Split,
+    jvp_along,
+    linear,
+    match,
+    moves,
+    vary,
+    varying_axes,
+)
 from .cuda import combined
 from .kernels import (
     apply_kernel,
@@ -53,7 +64,6 @@ from .spec import (
     centred_of,
     define_backward,
     define_forward,
-    define_tangent,
     rows_of,
     rstd_of,
 )
@@ -505,78 +515,95 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
 
 
 # ---------------------------------------------------------------- derivative
-# The tangent is an operation of its own, linear in the tangents, in plain HLO; its transpose is the
-# native backward. So reverse mode runs kernels wherever JAX transposes (grad, linearize, scan,
-# remat, vmap), while forward mode and higher orders are JAX's own derivatives of the definitions.
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """A norm as a function (`core.op`) of h, which is x or x + residual, of scale and of bias.
+
+    Kept are `(h, scale or None, statistics)`; results are y, h with a residual, and statistics.
+    """
+
+    norm: Norm
+    order: Order
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.norm.op
+
+    def rows(self, kept: Any) -> Any:
+        """Parameters have none."""
+        return (0, -1, 0), [0, -1, -1]
+
+    def with_batch(self) -> "Derivative":
+        """Returns the same of rows with one more dimension, the first."""
+        return replace(self, norm=batched(self.norm, 0))
+
+    def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
+        """Returns that of the definition, which does not depend on the bias."""
+        (h, scale, _), (dh, dscale, dbias) = kept, tangents
+        norm = replace(self.norm, has_residual=False, has_bias=dbias is not None)
+        bias = [] if dbias is None else [jnp.zeros_like(dbias)]
+        operands, moving = [h, scale, *bias], [dh, dscale, dbias]
+        if scale is None:
+            operands, moving = [h, *bias], [dh, dbias]
+        dy, *more = jvp_along(functools.partial(define_forward, norm), operands, moving)[1]
+        own = [jnp.zeros_like(h) if dh is None else dh] * self.norm.has_residual
+        return [dy, *own, *more]
+
+    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
+        """Returns those of h, scale and bias: y's by the backward, statistics' in plain JAX."""
+        (h, scale, statistics), norm, (dy, *more) = kept, self.norm, cts
+        dh = more.pop(0) if norm.has_residual else None
+        found = [dh, None, None]
+        if dy is not None:
+            asked = [like is not None for like in likes[1:]]
+            flags = {"has_residual": dh is not None, "has_bias": False, "with_mean": False}
+            flags |= {"with_rstd": False, "with_dscale": asked[0], "with_dbias": asked[1]}
+            operands = [a for a in (h, scale, *statistics, dh) if a is not None]
+            given = iter(backward(replace(norm, **flags), dy, *operands, order=self.order))
+            found = [next(given) if each else None for each in (True, *asked)]
+        if any(ct is not None for ct in more):
+            bare = _bare(norm, has_residual=False)
+            values, pull = jax.vjp(lambda h: define_forward(bare, h)[1:], h)
+            zeros = map(jnp.zeros_like, values)
+            (along,) = pull([zero if ct is None else ct for zero, ct in zip(zeros, more)])
+            found[0] = along if found[0] is None else found[0] + along
+        typed = lambda g, like: g if g is None or like is None else g.astype(like.dtype)
+        return list(map(typed, found, likes))
+
+
+def tangents_of(
+    norm: Norm,
+    args: Sequence[Array],
+    dargs: Sequence[Any],
+    results: Sequence[Array],
+    kept: tuple[Array, Sequence[Array]],
+    order: Order,
+) -> list[Array]:
+    """Returns the tangents of a norm's results, from those of (x[, residual][, scale][, bias]).
+
+    `kept` are h = x (+ residual) and the statistics. The tangent takes h, so that its transpose,
+    the backward kernel, adds the gradient of h itself.
+    """
+    (h, statistics), large, dh = kept, 1 + norm.has_residual, dargs[0]
+    if norm.has_residual:
+        parts = [t.astype(h.dtype) for t in dargs[:large] if moves(t)]
+        dh = functools.reduce(jnp.add, parts) if parts else None
+    scale, dscale = (args[large], dargs[large]) if norm.has_scale else (None, None)
+    tangents = dh, dscale, dargs[-1] if norm.has_bias else None
+    return linear(Derivative(norm, order), (h, scale, list(statistics)), tangents, results)
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> Any:
-    """Returns the results and their tangents, those of statistics where wanted.
-
-    The tangent takes the sum h = x + residual, so its transpose, the backward kernel, adds the
-    residual's gradient itself.
-    """
-    x, *rest = primals
-    dx, *drest = tangents
     known = replace(spec, with_mean=spec.centred, with_rstd=True)
     y, *more = forward(known, *primals, order=order)
     h, statistics = more[: spec.has_residual], more[spec.has_residual :]
-    if spec.has_residual:
-        dx = ad.add_tangents(_cast(dx, h[0].dtype), _cast(drest.pop(0), h[0].dtype))
-        rest.pop(0)
-    here = h[0] if h else x
-    moving = [t for t in (dx, *drest) if type(t) is not ad.Zero]
-    moves = _moves([type(t) is not ad.Zero for t in (dx, *drest)], spec.has_scale, spec.has_bias)
-    norm = replace(spec, with_mean=False, with_rstd=False, moves=moves)
-    dy, *dh = tangent(norm, here, *rest[: spec.has_scale], *statistics, *moving, order=order)
-    results, dresults = [y, *h], [dy, *(dh or [dx] * len(h))]
     wanted = [*[spec.with_mean] * spec.centred, spec.with_rstd]
-    if any(wanted):
-        dstatistics = _statistics_tangents(spec, here, statistics, dx)
-        results += [value for value, want in zip(statistics, wanted) if want]
-        dresults += [value for value, want in zip(dstatistics, wanted) if want]
-    return results, dresults
-
-
-def _moves(given: list[bool], scale: bool, bias: bool) -> tuple[bool, bool, bool]:
-    """`given` says what moves of x, scale and bias, as far as there is a scale and a bias."""
-    return given[0], scale and given[1], bias and given[-1]
-
-
-def _statistics_tangents(norm: Norm, x: Array, statistics: list[Array], dx: Any) -> list[Any]:
-    """The tangents of [mean,] rstd."""
-    if type(dx) is ad.Zero:
-        return [ad.Zero(jax.typeof(a).to_tangent_aval()) for a in statistics]
-    rstd, wide = statistics[-1], dx.astype(norm.compute)
-    bare = replace(_bare(norm), moves=(False,) * 3)
-    known = against("tangent", bare, (x, *statistics))
-    along = jnp.mean(centred_of(known) * known["RSTD"] * wide, norm.axes)
-    means = [jnp.mean(wide, norm.axes) for _ in range(norm.centred)]
-    return [*means, -rstd * (rstd * along)]
-
-
-def _cast(tangent: Any, dtype: Any) -> Any:
-    """Returns the tangent in `dtype`; a symbolic zero stays one."""
-    if type(tangent) is ad.Zero:
-        return ad.Zero(tangent.aval.update(dtype=dtype))
-    return tangent.astype(dtype)
-
-
-def _transpose_tangent(cts: Any, x: Any, *rest: Any, spec: Norm, order: Order) -> list[Any]:
-    count = spec.has_scale + 1 + spec.centred
-    linear, nothing = rest[count:], [None] * (1 + count)
-    dy, *dh = cts
-    dh = [ct for ct in dh if type(ct) is not ad.Zero]
-    if type(dy) is ad.Zero:
-        return nothing + [*dh, *[None] * (len(linear) - len(dh))]
-    asked = {"with_dscale": spec.moves[1], "with_dbias": spec.moves[2]}
-    norm = replace(spec, has_residual=bool(dh), has_bias=False, moves=(False,) * 3, **asked)
-    results = backward(norm, dy, x, *rest[:count], *dh, order=order)
-    results = results if spec.moves[0] else results[1:]
-    return nothing + [
-        r.astype(t.aval.dtype) if ad.is_undefined_primal(t) else None
-        for r, t in zip(results, linear, strict=True)
-    ]
+    results = [y, *h, *[value for value, want in zip(statistics, wanted) if want]]
+    kept = (*h, primals[0])[0], statistics
+    return results, tangents_of(spec, primals, tangents, results, kept, order)
 
 
 def without(norm: Norm, *flags: str) -> Norm | None:
@@ -585,38 +612,8 @@ def without(norm: Norm, *flags: str) -> Norm | None:
     return None if found is None else replace(norm, **{found: False})
 
 
-def _transpose_backward(
-    cts: Any, dy: Any, x: Any, *rest: Any, spec: Norm, order: Order
-) -> list[Any]:
-    count = spec.has_scale + 1 + spec.centred
-    constants, dh = rest[:count], rest[count:]
-    given = [type(ct) is not ad.Zero for ct in cts]
-    out: list[Any] = [None] * (2 + len(rest))
-    if dh and ad.is_undefined_primal(dh[0]) and given[0]:
-        out[-1] = cts[0].astype(dh[0].aval.dtype)
-    if ad.is_undefined_primal(dy) and any(given):
-        moving = [ct for ct in cts if type(ct) is not ad.Zero]
-        norm = replace(
-            spec,
-            has_residual=False,
-            with_dscale=False,
-            with_dbias=False,
-            moves=_moves(given, spec.with_dscale, spec.with_dbias),
-            out_dtype=dy.aval.dtype.name,
-        )
-        out[0] = tangent(norm, x, *constants, *moving, order=order)[0]
-    return out
-
-
 # ---------------------------------------------------------------- operations
 
-tangent = Op(
-    "norm_tangent",
-    define_tangent,
-    dims=functools.partial(dims_of, "tangent"),
-    batched=batched,
-    transpose=_transpose_tangent,
-)
 backward = Op(
     "norm_gradient",
     define_backward,
@@ -625,7 +622,7 @@ backward = Op(
     leads=(1,),
     unfused=_backward_unfused,
     batched=batched,
-    transpose=_transpose_backward,
+    linear=True,
     without_last=lambda norm: without(norm, "with_dbias", "with_dscale"),
 )
 forward = Op(
@@ -636,6 +633,5 @@ forward = Op(
     unfused=_forward_unfused,
     batched=batched,
     jvp=_forward_jvp,
-    backward=backward,
     without_last=lambda norm: without(norm, "with_rstd", "with_mean"),
 )

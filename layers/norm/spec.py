@@ -33,7 +33,6 @@ class Norm:
       has_scale, has_bias: whether there is a scale, a bias.
       centred: whether the mean is subtracted first, and rows have two statistics: mean and rstd.
       with_mean, with_rstd, with_dscale, with_dbias: whether these are results.
-      moves: of x, scale and bias, which have a tangent.
       count: features of a whole row, where devices have parts of it.
     """
 
@@ -54,21 +53,16 @@ class Norm:
     with_rstd: bool = False
     with_dscale: bool = False
     with_dbias: bool = False
-    moves: tuple[bool, bool, bool] = (False, False, False)
     count: float = 0.0
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 (a few norms, and small)
     def names(self, kernel: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the operands and the results of a kernel, in order, as sources call them.
-
-        A tangent takes x + residual as x, and the tangents that there are as DX, DSCALE and DBIAS.
-        """
+        """Returns the operands and the results of a kernel, in order, as sources call them."""
         scale, bias = ["SCALE"] * self.has_scale, ["BIAS"] * self.has_bias
         mean, sums = ["MEAN"] * self.centred, [*["SUMS"] * self.centred, "DOTS"]
         dots = ["DY", "X", *scale, *mean]
         gradient = [*dots, "RSTD", *["DH"] * self.has_residual]
         gradients = ["DX", *["DSCALE"] * self.with_dscale, *["DBIAS"] * self.with_dbias]
-        moving = "DX", "DSCALE", "DBIAS"
         known = [*["MEAN"] * self.with_mean, *["RSTD"] * self.with_rstd]
         operands, results = {
             "forward": (
@@ -80,10 +74,6 @@ class Norm:
             "backward": (gradient, gradients),
             "row_dots": (dots, sums),
             "backward_apply": ([*gradient, *sums], gradients),
-            "tangent": (
-                ["X", *scale, *mean, "RSTD", *[n for n, m in zip(moving, self.moves) if m]],
-                ["DY", *["DH"] * (self.has_residual and self.moves[0])],
-            ),
         }[kernel]
         return tuple(operands), tuple(results)
 
@@ -202,19 +192,3 @@ def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array
     sums = define_row_dots(norm, dy, x, *rest[: norm.has_scale + norm.centred])
     known = replace(norm, count=math.prod(x.shape[a] for a in norm.axes))
     return define_backward_apply(known, dy, x, *rest, *sums)
-
-
-def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """The tangent of y; h is a result only with a residual, and only moves if dh does."""
-    wide = against("tangent", norm, (x, *rest))
-    rstd = wide["RSTD"]
-    normal, dy, dh = centred_of(wide) * rstd, jnp.zeros((), norm.compute), []
-    mean = lambda value: jnp.mean(value, norm.axes, keepdims=True)
-    if "DX" in wide:
-        dx = wide["DX"]
-        dh = [rest[1 + norm.has_scale + norm.centred]] * norm.has_residual
-        along = normal * mean(normal * dx)
-        dy = wide["W"] * rstd * ((dx - mean(dx) if norm.centred else dx) - along)
-    dy = dy + normal * wide["DSCALE"] if "DSCALE" in wide else dy
-    dy = dy + jnp.broadcast_to(wide["DBIAS"], x.shape) if "DBIAS" in wide else dy
-    return [dy.astype(norm.out_dtype), *dh]

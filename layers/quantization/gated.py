@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ...native.dtypes import CUDA_TYPES
-from ...native.implementation import Order, Unsupported
+from ...native.implementation import Order
 from ...native.kernel import Body, Kernel
 from ...native.launch import Target, launch
 from ..core.activations import Scalar, with_activation
@@ -191,8 +191,6 @@ def cuda_amax(target: Target, spec: Gated, *arrays: jax.Array) -> list[jax.Array
 
 
 def _cuda(gradient: bool, target: Target, spec: Gated, *operands: jax.Array) -> list[jax.Array]:
-    if gradient and not spec.function.derivative:
-        raise Unsupported(f"the activation {spec.function.name} has no derivative in C++")
     # One array holds all numbers: a kernel makes them.
     arrays, numbers = operands[: -1 - gradient], jnp.concatenate(operands[-1 - gradient :])
     wide, has_up = arrays[0], len(arrays) == 2 + gradient
@@ -379,7 +377,6 @@ hidden = Op(
     body=_hidden,
     batch=_batch_rows,
     jvp=no_second_derivative,
-    backward=hidden_gradients,
 )
 """`(a[, up]) -> (q, scale)` of h, a and up, by the maxima of all devices, and three limits.
 
