@@ -28,8 +28,6 @@ VALUE_TYPES = {
     "bfloat16": "float",
     "float32": "float",
     "float64": "double",
-    "complex64": "normfuse_user::complex<float>",
-    "complex128": "normfuse_user::complex<double>",
 }
 CUDA_TYPES = VALUE_TYPES | {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 HOST_TYPES = VALUE_TYPES | {"float16": "Half", "bfloat16": "BFloat16"}

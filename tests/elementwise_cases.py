@@ -28,13 +28,6 @@ T gcd(T a, T b) {
   return a;
 }
 """)
-sine_and_cosine = elementwise(
-    "template <class T> void sine_and_cosine(T x, T& s, T& c) { s = sin(x); c = cos(x); }",
-    derivative={"x": ("cos(x)", "-sin(x)")},
-)
-phase = elementwise(
-    "template <class T> real_t<T> phase(T z) { return arg(z); }", derivative=jnp.angle
-)
 squared = elementwise(
     "template <class T> T squared(T x) { return x > T(0) ? x * x : T(0); }",
     derivative={"x": "x > T(0) ? T(2) * x : T(0)"},

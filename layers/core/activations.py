@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable
 
 import jax
@@ -10,8 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.compiler import Source, kernel_source
-
-_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,28 +21,23 @@ class Scalar:
     # The definition, `template <typename T> __device__ T name(T x, T parameter, ...)`, for T float
     # and double. It may call CUDA's math functions and those of `kernels/scalar.cuh`.
     source: str
-    derivative: str  # likewise `name_derivative`; "" for none, and so no backward kernel
+    derivative: str  # likewise `name_derivative`
     # The definition in JAX, which forward mode and higher orders differentiate.
     function: Callable[..., Array] = dataclasses.field(repr=False)
     parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of the constants that follow x
-
-    def __post_init__(self):
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"Scalar: name must be a C++ identifier, got {self.name!r}")
 
     def __call__(self, x: Array) -> Array:
         """The function in plain JAX."""
         return self.function(x)
 
     def code(self, alias: str = "activation") -> str:
-        """Returns C++ text of `alias(x)` and, with a derivative, of `alias_derivative(x)`."""
+        """Returns C++ text of `alias(x)` and of `alias_derivative(x)`."""
         values = ", ".join(["x", *(f"T({value!r})" for _, value in self.parameters)])
         parts = []
         for end, text in {"": self.source, "_derivative": self.derivative}.items():
-            if text:
-                call = f"return {self.name}{end}({values});"
-                head = f"template <typename T>\n__device__ inline T {alias}{end}(T x)"
-                parts += [text.strip(), f"{head} {{ {call} }}"]
+            call = f"return {self.name}{end}({values});"
+            head = f"template <typename T>\n__device__ inline T {alias}{end}(T x)"
+            parts += [text.strip(), f"{head} {{ {call} }}"]
         return "\n".join(parts) + "\n"
 
 
@@ -170,13 +162,10 @@ def resolve(activation: Activation, op: str = "") -> Callable[[Array], Array] | 
 
 
 def scalar_of(activation: Activation) -> Scalar | None:
-    """Returns the `Scalar` of `activation`; None for a function that is plain JAX alone.
-
-    A function that comes with its C++ has it as an attribute `scalar`.
-    """
+    """Returns the `Scalar` of `activation`; None for a function of the user's."""
     if isinstance(activation, str):
         return SCALARS[activation]
-    return activation if isinstance(activation, Scalar) else getattr(activation, "scalar", None)
+    return activation if isinstance(activation, Scalar) else None
 
 
 @functools.cache

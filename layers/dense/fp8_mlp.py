@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.implementation import BEST, Order
-from ..core.activations import SCALARS, Scalar
+from ..core.activations import Scalar
 from ..core.op import differentiable, equally_varying, jvp_along, match, placed
 from ..quantization import gated
 from ..quantization.quantize import Quantized, decoded
@@ -156,15 +156,10 @@ class Mlp:
 
 
 def serves(kernels: list[Array], contract: int, function: Scalar | None) -> bool:
-    """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope.
-
-    Bounds are those of the library's own activations, not of namesakes.
-    """
+    """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope."""
     if function is None or not all(fits(k, contract) and k.ndim == 2 for k in kernels):
         return False
-    own = SCALARS.get(function.name)
-    texts = lambda scalar: (scalar.source, scalar.derivative)
-    return function.name in gated.SLOPES and own is not None and texts(own) == texts(function)
+    return function.name in gated.SLOPES
 
 
 def multiply_mlp(

@@ -60,11 +60,6 @@ class Layout:
         """Elements of a block (CUDA)."""
         return THREADS * self.vector
 
-    @property
-    def is_complex(self) -> bool:
-        """True where a complex number is anywhere in the function."""
-        return any("complex" in dtype for dtype in (*self.stored, *dict(self.bound).values()))
-
     def __str__(self) -> str:
         """The CPU handler's attribute: "float32 bfloat16 -> float32; 3 1; 2"."""
         operands = len(self.masks)
@@ -123,8 +118,7 @@ def cuda_source(function: Function, layout: Layout) -> Source:
     packed = [f"widen<{values[k]}>(p{k}.at(k))" if masks[k] else f"s{k}" for k in inputs]
     single = [f"widen<{values[k]}>(a{k}[{place(k)}])" if masks[k] else f"s{k}" for k in inputs]
     name = f"elementwise_{function.name}"
-    text = f"""{"#define USES_COMPLEX" * layout.is_complex}
-#include "elementwise.cuh"
+    text = f"""#include "elementwise.cuh"
 {_prelude(function, layout, "__device__ inline")}
 using namespace normfuse_loop;
 using Index = {index};
@@ -180,8 +174,7 @@ def host_source(function: Function, layout: Layout) -> str:
     # The user's text lies in a namespace, where headers must not be read.
     headers = dict.fromkeys(h for _, piece in function.pieces for h in _INCLUDE.findall(piece))
     included = _each(headers, lambda h: f"#if __has_include({h})\n#include {h}\n#endif")
-    return f"""{"#define USES_COMPLEX" * layout.is_complex}
-{kernel_text("elementwise_host.hpp")}
+    return f"""{kernel_text("elementwise_host.hpp")}
 {included}
 {_prelude(function, layout, "inline __attribute__((always_inline))")}
 using namespace normfuse_loop;

@@ -10,14 +10,13 @@ import numpy as np
 from jax import Array
 
 from ...native.implementation import Implementation, Order, choose, requested
-from ..core.activations import Scalar
 from ..core.arguments import array_of
 from .code import DTYPES, Pairs
-from .function import Partials, Plain, Primal, Slope, called, key_of
+from .function import Plain, Primal, Slope, called, key_of
 from .op import Loop, by_jax, call, compute_dtype
-from .signature import Signature, check_self_contained, find, functions, resolve
+from .signature import Signature, check_self_contained, find, resolve
 
-MOST = 8  # inputs, and outputs
+MOST = 8  # inputs
 
 
 def elementwise(
@@ -41,20 +40,18 @@ def elementwise(
 
     Args:
       source: C++ that defines the function, after everything that it calls; only the compiler's
-        own headers may be included. Parameters named in `scalars` are run-time scalars, those of
-        type `T&` are results, and the others are inputs, 1 to 8. A function returns one result, or
-        is void and writes up to 8 results to its references. Types are template parameters (inputs
-        of type T are promoted together), bool, integers, float, double, complex<float>,
-        complex<double>; for results also real_t<T> and complex<T>.
+        own headers may be included. Parameters named in `scalars` are run-time scalars, the others
+        inputs, 1 to 8. It returns one result. Types are template parameters (inputs of type T are
+        promoted together), bool, integers, float and double.
       name: the function's name; the last function if None.
       derivative: makes the op differentiable. A mapping from parameters (inputs or scalars) to the
-        derivative with respect to each: C++ text of an expression in the function's parameters
-        (or of statements that return it); a tuple of them where there are several results. Or the
-        whole function in plain JAX, which JAX then differentiates. None: JAX differentiates
-        `definition`, as it does for second derivatives where the first are C++.
+        derivative with respect to each: C++ text of an expression in the function's parameters, or
+        of statements that return it. Or the whole function in plain JAX, which JAX then
+        differentiates. None: JAX differentiates `definition`, as it does for second derivatives
+        where the first are C++.
       definition: the function in plain JAX, `definition(*inputs, **scalars)`, which serves where
         C++ cannot (TPUs, AMD GPUs, CPUs without a compiler); half precision comes as float32.
-      dtype: the result's, or a tuple for several; None: as in the C++.
+      dtype: the result's; None: as in the C++.
       implementation: None, "native" or "xla" (the definition), or several to try in order.
       **scalars: the run-time scalars and their defaults. A call may change them, also to traced
         values, without compiling anything.
@@ -91,7 +88,6 @@ class Elementwise:
       source: the C++ text.
       inputs: the names of the inputs.
       scalars: the run-time scalars and their defaults.
-      outputs: the number of results.
     """
 
     def __init__(
@@ -104,41 +100,26 @@ class Elementwise:
         implementation: Implementation,
         scalars: dict[str, Any],
     ):
-        self._made_of = source, name, derivative, definition, dtype, implementation, scalars
         self.source, self.scalars, self._implementation = source, scalars, implementation
         self._signature = signature = find(source, name)
-        self._operands = {p.name: p.type for p in signature.operands}
         self.name = self.__name__ = signature.name
         self._function = build(signature, source, scalars, derivative, definition)
-        self.inputs = tuple(name for name in self._operands if name not in scalars)
-        self.outputs = len(signature.results)
+        self.inputs = tuple(name for name in self._signature.parameters if name not in scalars)
         self._dtype = self._stated(dtype)
-        self.__doc__ = f"{self.name}({', '.join(self._operands)}), in C++."
+        self.__doc__ = f"{self.name}({', '.join(self._signature.parameters)}), in C++."
         for scalar, value in scalars.items():
             self._scalar(scalar, value, ())
 
-    def __reduce__(self) -> Any:
-        return Elementwise, self._made_of
-
-    def __eq__(self, other: Any) -> bool:
-        """Ops are equal that have the same texts, functions in Python and options."""
-        if not isinstance(other, Elementwise):
-            return NotImplemented
-        own = lambda op: (op._function, op._dtype, op._implementation)
-        return own(self) == own(other) and all(
-            a is other.scalars[name] or np.array_equal(a, other.scalars[name], equal_nan=True)
-            for name, a in self.scalars.items()
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._function)
+    def __deepcopy__(self, memo: Any) -> "Elementwise":
+        """Returns itself, as of any function: a copied model compiles nothing."""
+        return self
 
     def __repr__(self) -> str:
         scalars = "".join(f", {k}={v!r}" for k, v in self.scalars.items())
         return f"<elementwise {self.name}({', '.join(self.inputs)}{scalars})>"
 
     def __call__(self, *inputs: Any, **scalars: Any) -> Any:
-        """The function of the inputs, broadcast together; an array, or a tuple of several.
+        """The function of the inputs, broadcast together.
 
         Raises:
           TypeError: for the wrong number of inputs, an unknown scalar, a dtype that does not fit.
@@ -155,11 +136,12 @@ class Elementwise:
             if scalar not in self.scalars:
                 have = ", ".join(self.scalars) or "none"
                 raise TypeError(f"{self.name} has no scalar {scalar!r}; it has {have}")
+        signature = self._signature
         arrays = {name: self._array(name, value) for name, value in zip(self.inputs, inputs)}
         bound = self._bound(arrays)
         shape = self._broadcast(arrays)
         values, operands, placed = self.scalars | scalars, [], []
-        for name, type_ in self._operands.items():
+        for name, type_ in signature.parameters.items():
             if name in arrays:
                 operand, have = _aligned(arrays[name], shape)
                 if getattr(operand, "weak_type", False):  # a Python number takes the others' dtype
@@ -169,29 +151,8 @@ class Elementwise:
                 operand, have = self._scalar(name, values[name], bound), ()
             operands.append(operand)
             placed.append(have)
-        loop = Loop(self._function, tuple(placed), bound, self._results(bound))
-        results = self._serve(loop, operands)
-        return results[0] if self._signature.result else tuple(results)
-
-    @functools.cached_property
-    def scalar(self) -> Scalar | None:
-        """The function for kernels of other ops, with its scalars' defaults; None unless it
-        is `template <class T> T name(T x, scalars)`."""
-        signature, own, count = self._signature, self._signature.parameters, len(self.inputs)
-        types = {p.type for p in own if not p.output and p.name not in self.scalars}
-        first = tuple(p.name for p in own[:count])
-        fits = count == 1 and {*types, signature.result} == set(signature.template)
-        if not fits or self.inputs != first:
-            return None
-        parameters = tuple((p.name, float(self.scalars[p.name])) for p in own[count:])
-        return Scalar(self.name, _device(self.source), self._slope_on_device(), self, parameters)
-
-    def _slope_on_device(self) -> str:
-        """Returns C++ of the derivative with respect to the input; or ""."""
-        if (slopes := dict(self._function.partials).get(0)) is None:
-            return ""
-        text = "\n".join(piece for _, piece in slopes[0].pieces[1:])
-        return _device(text).replace(slopes[0].name, f"{self.name}_derivative", 1)
+        out = jax.dtypes.canonicalize_dtype(self._dtype or resolve(signature.result, dict(bound)))
+        return self._serve(Loop(self._function, tuple(placed), bound, (out.name,)), operands)[0]
 
     def _serve(self, loop: Loop, operands: list[Array]) -> list[Array]:
         native = lambda strict: call(loop, operands, Order(("native",), strict))
@@ -215,7 +176,7 @@ class Elementwise:
         """Returns the dtype of each template parameter; checks that other inputs fit theirs."""
         groups: dict[str, list[Array]] = {t: [] for t in self._signature.template}
         for name, array in arrays.items():
-            type_ = self._operands[name]
+            type_ = self._signature.parameters[name]
             if type_ in groups:
                 groups[type_].append(array)
             elif _kind(array.dtype) > _kind(resolve(type_, {})):
@@ -231,33 +192,20 @@ class Elementwise:
             shapes = ", ".join(f"{name} {a.shape}" for name, a in arrays.items())
             raise ValueError(f"{self.name}: inputs do not broadcast: {shapes}") from None
 
-    def _results(self, bound: Pairs) -> tuple[str, ...]:
-        types = self._dtype or [resolve(t, dict(bound)) for t in self._signature.results]
-        for dtype, type_ in zip(types, self._signature.results, strict=True):
-            if dtype is None:
-                raise TypeError(
-                    f"{self.name} returns {type_}, which {dict(bound)} does not make a number"
-                )
-        return tuple(jax.dtypes.canonicalize_dtype(t).name for t in types)
-
-    def _stated(self, dtype: Any) -> tuple[str, ...] | None:
-        if dtype is None:
-            return None
-        given = tuple(dtype) if isinstance(dtype, (tuple, list)) else (dtype,) * self.outputs
+    def _stated(self, dtype: Any) -> str | None:
         try:
-            names = tuple(jnp.dtype(one).name for one in given)
+            name = None if dtype is None else jnp.dtype(dtype).name
         except TypeError:
-            raise TypeError(f"{self.name}: dtype must be a dtype, got {dtype!r}") from None
-        if len(names) != self.outputs or not set(names) <= set(DTYPES):
+            name = ascii(dtype)
+        if name not in (None, *DTYPES):
             raise TypeError(
-                f"{self.name}: dtype must be one of {', '.join(DTYPES)} for each of {self.outputs} "
-                f"results, got {dtype!r}"
+                f"{self.name}: dtype must be None or one of {', '.join(DTYPES)}, got {dtype!r}"
             )
-        return names
+        return name
 
     def _scalar(self, name: str, value: Any, bound: Pairs) -> Any:
         """Returns a run-time scalar as an array of no dimensions, in the type it is computed in."""
-        type_ = self._operands[name]
+        type_ = self._signature.parameters[name]
         is_number = np.isscalar(value) or isinstance(value, np.ndarray | Array)
         if not is_number or isinstance(value, str | bytes) or np.ndim(value) != 0:
             raise TypeError(f"{self.name}: scalar {name} must be a number, got {value!r}")
@@ -268,17 +216,7 @@ class Elementwise:
             raise TypeError(
                 f"{self.name}: scalar {name} is declared {type_}, here {dtype.name}; got {value!r}"
             )
-        stored = jax.dtypes.canonicalize_dtype(dtype)
-        if isinstance(value, int | np.integer) and stored.kind in "iu":
-            limits = jnp.iinfo(stored)
-            if not limits.min <= value <= limits.max:
-                raise ValueError(
-                    f"{self.name}: scalar {name} is declared {type_}, here {stored.name}, which "
-                    f"cannot hold {value}; declare it double"
-                    + ", or set jax_enable_x64"
-                    * (stored != dtype)
-                )
-        return jnp.asarray(value, stored)
+        return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _kind(dtype: Any) -> int:
@@ -293,13 +231,6 @@ def _aligned(array: Array, shape: tuple[int, ...]) -> tuple[Array, tuple[int, ..
     repeated = [i for i, n in enumerate(array.shape) if n == 1 and shape[first + i] != 1]
     have = tuple(first + i for i in range(array.ndim) if i not in repeated)
     return (jax.lax.squeeze(array, repeated) if repeated else array), have
-
-
-def _device(source: str) -> str:
-    """Returns the text with every function one of the device's."""
-    for one in reversed(list(functions(source))):
-        source = f"{source[: one.head]} __device__ inline{source[one.head :]}"
-    return source
 
 
 # ---------------------------------------------------------------- reading what the user gave
@@ -331,76 +262,52 @@ def build(
             f"in plain JAX; got {derivative!r}"
         )
     given = [definition, derivative if callable(derivative) else None]
-    texts = [source, name, tuple(scalars), partials]
-    pieces = ((f"<elementwise {name}>", source),)
-    return _primal(signature, pieces, plain, key_of(texts, *given), partials, differentiable)
+    takes = tuple(
+        (type_, f"normfuse_a{i}") for i, type_ in enumerate(signature.parameters.values())
+    )
+    return Primal(
+        name=name,
+        pieces=((f"<elementwise {name}>", source),),
+        operands=takes,
+        results=((signature.result, "normfuse_y0"),),
+        template=signature.template,
+        body=f"normfuse_y0 = {called(name, signature.template, [a for _, a in takes])};",
+        definition=plain,
+        key=key_of([source, name, tuple(scalars), partials], *given),
+        names=tuple(signature.parameters),
+        partials=partials,
+        differentiable=differentiable,
+    )
 
 
 def _check_parameters(signature: Signature, scalars: Collection[str]) -> None:
-    where, template = f"elementwise: {signature}", signature.template
+    where = f"elementwise: {signature}"
     for scalar in scalars:
-        if scalar not in [p.name for p in signature.operands]:
+        if scalar not in signature.parameters:
             raise TypeError(f"{where} has no parameter called {scalar!r}, which is given a default")
-    inputs = {p.name: p.type for p in signature.operands if p.name not in scalars}
-    if not 1 <= len(inputs) <= MOST or len(signature.results) > MOST:
-        raise ValueError(
-            f"{where} has {len(inputs)} inputs and {len(signature.results)} outputs; from 1 to "
-            f"{MOST} of each are possible"
-        )
-    for name, type_ in inputs.items():
-        if "<" in type_ and template and resolve(type_, {}) is None:
-            raise ValueError(
-                f"{where}: input {name} has type `{type_}`, from which {template[0]} does not "
-                f"follow; declare it `{template[0]}`"
-            )
-    for type_ in template:
-        if type_ not in inputs.values():
+    inputs = [type_ for name, type_ in signature.parameters.items() if name not in scalars]
+    if not 1 <= len(inputs) <= MOST:
+        raise ValueError(f"{where} has {len(inputs)} inputs; from 1 to {MOST} are possible")
+    for type_ in signature.template:
+        if type_ not in inputs:
             raise ValueError(f"{where}: no input has type {type_}, so what it is does not follow")
-
-
-def _primal(
-    signature: Signature,
-    pieces: Pairs,
-    plain: Plain | None,
-    key: str,
-    partials: Partials = (),
-    differentiable: Plain | None = None,
-) -> Primal:
-    name, operands = signature.name, signature.operands
-    variables = {p.name: f"normfuse_a{i}" for i, p in enumerate(operands)}
-    variables |= {p.name: f"normfuse_y{i}" for i, p in enumerate(signature.outputs)}
-    values = [variables[p.name] for p in signature.parameters]
-    body = f"{called(name, signature.template, values)};"
-    body = f"normfuse_y0 = {body}" if signature.result else body
-    takes = tuple((p.type, variables[p.name]) for p in operands)
-    results = tuple((type_, f"normfuse_y{i}") for i, type_ in enumerate(signature.results))
-    text = name, pieces, takes, results, signature.template, body, plain, key
-    return Primal(*text, tuple(p.name for p in operands), partials, differentiable)
 
 
 def _partials(
     signature: Signature, source: str, derivative: Mapping[str, Any]
-) -> Iterator[tuple[int, tuple[Slope, ...]]]:
+) -> Iterator[tuple[int, Slope]]:
     """Yields (operand, its derivative) as `Primal.partials` has them."""
-    names, count = [p.name for p in signature.operands], len(signature.results)
+    names = list(signature.parameters)
     for name, given in derivative.items():
         if name not in names:
             raise ValueError(
                 f"{signature.name}: derivative has {name!r}, which is no parameter of {signature}"
             )
-        k, several = names.index(name), given if isinstance(given, tuple | list) else (given,)
-        if len(several) != count:
-            raise ValueError(
-                f"{signature.name}: derivative[{name!r}] must have one entry for each of "
-                f"{count} results, got {len(several)}"
-            )
-        yield k, tuple(_slope(signature, source, k, j, one) for j, one in enumerate(several))
+        yield names.index(name), _slope(signature, source, name, given)
 
 
-def _slope(signature: Signature, source: str, k: int, j: int, given: Any) -> Slope:
-    """Returns the derivative of result j with respect to operand k."""
-    operands, template = signature.operands, signature.template
-    name = operands[k].name
+def _slope(signature: Signature, source: str, name: str, given: Any) -> Slope:
+    """Returns the derivative with respect to the parameter called `name`."""
     where = f"{signature.name}: derivative[{name!r}]"
     if not isinstance(given, str):
         raise TypeError(
@@ -408,10 +315,10 @@ def _slope(signature: Signature, source: str, k: int, j: int, given: Any) -> Slo
             "derivative=, the whole function in plain JAX"
         )
     check_self_contained(where, given)
-    own, type_ = f"{signature.name}_d_{name}" + (f"_{j}" if j else ""), signature.results[j]
-    takes = ", ".join(f"{p.type} {p.name}" for p in operands)
-    types = ", ".join(f"class {t}" for t in template)
-    head = f"template <{types}> " * bool(types) + f"{type_} {own}({takes}) {{"
+    slope = f"{signature.name}_d_{name}"
+    takes = ", ".join(f"{type_} {one}" for one, type_ in signature.parameters.items())
+    types = ", ".join(f"class {t}" for t in signature.template)
+    head = f"template <{types}> " * bool(types) + f"{signature.result} {slope}({takes}) {{"
     before, after = ([], "}") if "return" in given else ([("<normfuse>", "return")], ";}")
     pieces = (
         (f"<elementwise {signature.name}>", source),
@@ -420,18 +327,16 @@ def _slope(signature: Signature, source: str, k: int, j: int, given: Any) -> Slo
         (f"<derivative of {signature.name} with respect to {name}>", given),
         ("<normfuse>", after),
     )
-    return Slope(own, pieces)
+    return Slope(slope, pieces)
 
 
 def _positional(function: Plain, signature: Signature, scalars: Collection[str]) -> Plain:
     """Returns the user's function of inputs and keyword scalars as one of all operands in order."""
-    operands = [p.name for p in signature.operands]
 
     @functools.wraps(function)
     def plain(*arrays: Array) -> list[Array]:
-        found = dict(zip(operands, arrays, strict=True))
-        inputs = [found[name] for name in operands if name not in scalars]
-        results = function(*inputs, **{name: found[name] for name in scalars})
-        return [results] if signature.result else list(results)
+        found = dict(zip(signature.parameters, arrays, strict=True))
+        inputs = [found[name] for name in found if name not in scalars]
+        return [function(*inputs, **{name: found[name] for name in scalars})]
 
     return plain

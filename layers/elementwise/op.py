@@ -3,9 +3,8 @@
 Operands that lack dimensions of the result are not expanded in memory: `placed` says which they
 have, and a dimension that vmap adds is one more that an operand may lack.
 
-Where a derivative is C++ text, the tangent is the kernel of a function linear in the tangents, and
-its transpose that of one linear in the cotangents: nothing between is written to memory. Otherwise,
-and for second derivatives, JAX differentiates a function in plain JAX.
+Where a derivative is C++ text, the tangent and the gradient are each one kernel. Otherwise, and for
+second derivatives, JAX differentiates a function in plain JAX.
 """
 
 import contextlib
@@ -13,16 +12,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from ...native import cache, compiler, host_compiler, registry
 from ...native.compiler import CompileError
@@ -30,10 +27,20 @@ from ...native.dtypes import NARROW
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch, target_for
-from ..core.op import Dims, Loose, Op, match, vary, varying_axes
+from ..core.op import (
+    Dims,
+    Loose,
+    Op,
+    jvp_along,
+    linear,
+    match,
+    moves,
+    vary,
+    varying_axes,
+)
 from . import code
 from .code import THREADS, Function, Layout, Pairs
-from .function import Linear, Plain, Primal, of_some
+from .function import Plain, Primal
 from .signature import resolve
 
 Arrays = Sequence[Array]
@@ -95,7 +102,10 @@ def by_jax(plain: Plain, loop: Loop, *operands: Array) -> Results:
 def define(loop: Loop, *operands: Array) -> Results:
     """Returns the results of the user's definition."""
     if loop.function.definition is None:
-        return _undefined.bind(*operands, name=loop.op, shape=loop.shape(operands), out=loop.out)
+        raise NotImplementedError(
+            f"{loop.op}: C++ is compiled for CPUs and NVIDIA GPUs, not for this platform. Pass "
+            "definition=, the function in plain JAX, to elementwise."
+        )
     return by_jax(loop.function.definition, loop, *operands)
 
 
@@ -130,15 +140,6 @@ def explain(log: str, pieces: dict[str, str]) -> str:
     return "\n".join([log.rstrip(), *quoted])
 
 
-@contextlib.contextmanager
-def _explained(function: Function) -> Iterator[None]:
-    """Adds the lines of the user's text that a compiler's log names."""
-    try:
-        yield
-    except CompileError as error:
-        raise CompileError(explain(str(error), dict(function.pieces))) from None
-
-
 def _explaining(body: Callable[..., Results]) -> Callable[..., Results]:
     """Returns `body` with one clear error if neither it nor a definition can serve."""
 
@@ -147,8 +148,7 @@ def _explaining(body: Callable[..., Results]) -> Callable[..., Results]:
         if 0 in loop.shape(operands):
             return [jnp.zeros(t.shape, t.dtype) for t in loop.types(operands)]
         try:
-            with _explained(loop.function):
-                return body(target, loop, *operands)
+            return body(target, loop, *operands)
         except Unsupported as error:
             if loop.function.definition is not None:
                 raise
@@ -179,7 +179,7 @@ def _on_cpu(arch: str, loop: Loop, *operands: Array) -> Results:
 @_explaining
 def _on_cuda(target: Target, loop: Loop, *operands: Array) -> Results:
     layout, sizes = layout_of(loop, operands)
-    source, types = _kernel_source(loop, layout), loop.types(operands)
+    source, types = code.cuda_source(loop.function, layout), loop.types(operands)
     ints = math.prod(sizes), *sizes
     grid = -(-ints[0] // layout.tile)
     return launch(
@@ -193,15 +193,6 @@ def _library(arch: str, loop: Loop, layout: Layout) -> compiler.Image:
     rewritten = any(re.search(r"(?:atan|pow)", piece) for _, piece in loop.function.pieces)
     flags = () if rewritten else (host_compiler.WITHOUT_ERRNO,)
     return host_compiler.library(f"elementwise_{loop.op}", text, arch, *flags)
-
-
-def _kernel_source(loop: Loop, layout: Layout) -> compiler.Source:
-    if layout.is_complex and compiler.standard_library() is None:
-        raise Unsupported(
-            "complex functions need CUDA's C++ headers (cuda/std/complex), which are not "
-            "installed: `pip install nvidia-cuda-cccl`"
-        )
-    return code.cuda_source(loop.function, layout)
 
 
 def _host_arch(ctx: Any) -> str:
@@ -221,23 +212,13 @@ class _Compiled(Kernel):
         return False  # the user's own C++ serves on CPUs: report it if it cannot
 
 
-def _missing(ctx: Any, *values: Any, name: str, **_: Any) -> Any:
-    where = "/".join(ctx.module_context.platforms)
-    raise NotImplementedError(
-        f"{name}: C++ is compiled for CPUs and NVIDIA GPUs, not for {where}. Pass definition=, the "
-        "function in plain JAX, to elementwise."
-    )
-
-
-_undefined = Primitive("normfuse_undefined")
-_undefined.multiple_results = True
-_undefined.def_abstract_eval(
-    lambda *_, shape, out, **__: [ShapedArray(shape, jnp.dtype(name)) for name in out]
-)
-mlir.register_lowering(_undefined, _missing)
-
 registry.register()
-kernel = _Compiled("elementwise_loop", define, {"cuda": _on_cuda})
+kernel = _Compiled(
+    "elementwise_loop",
+    define,
+    {"cuda": _on_cuda},
+    types=lambda loop, *operands: loop.types(operands),
+)
 
 
 # ---------------------------------------------------------------- the operation
@@ -296,96 +277,84 @@ def _compile_early(ctx: Any, loop: Loop, order: Order) -> Order:
     Where a mesh has Auto axes, XLA asks for a device's share later, and would wrap the error.
     """
     for platform in ctx.module_context.platforms:
-        # the lowering reports Unsupported, and its substitute
-        with contextlib.suppress(Unsupported), _explained(loop.function):
+        with contextlib.suppress(Unsupported):  # the lowering reports it, and its substitute
             layout, _ = layout_of(loop, ctx.avals_in)
-            if platform == "cpu":
-                _library(_host_arch(ctx), loop, layout)
-            elif platform == "cuda":
-                cache.get(_kernel_source(loop, layout), {}, target_for(ctx).arch)
+            try:
+                if platform == "cpu":
+                    _library(_host_arch(ctx), loop, layout)
+                elif platform == "cuda":
+                    cache.get(code.cuda_source(loop.function, layout), {}, target_for(ctx).arch)
+            except CompileError as error:
+                raise CompileError(explain(str(error), dict(loop.function.pieces))) from None
     return order
 
 
 # ---------------------------------------------------------------- derivative
 
 
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """A loop whose derivative is C++ text, as a function (`core.op`). Kept are its operands."""
+
+    loop: Loop
+    order: Order
+
+    @property
+    def op(self) -> str:
+        """The function's name."""
+        return self.loop.op
+
+    def rows(self, kept: Any) -> None:
+        """A batch is one of the loops' own."""
+
+    def tangent(self, kept: Any, tangents: Sequence[Any]) -> Results:
+        """Returns that of the result, by one kernel."""
+        loop, moving = self.loop, [k for k, t in enumerate(tangents) if t is not None]
+        function: Any = loop.function
+        placed = [*loop.placed, *[loop.placed[k] for k in moving]]
+        tangent = loop.of(function.derived("tangent", tuple(moving)), placed, loop.out)
+        return call(tangent, [*kept, *[tangents[k] for k in moving]], self.order)
+
+    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
+        """Returns those of the operands, by one kernel and the sums of broadcast ones."""
+        loop, (ct,) = self.loop, cts
+        function: Any = loop.function
+        wanted = [k for k, like in enumerate(likes) if like is not None]
+        every = tuple(range(ct.ndim))
+        types = [  # compute dtypes of the arrays summed below
+            likes[k].dtype.name
+            if loop.placed[k] == every
+            else compute_dtype(function.operands[k][0], loop.bound).name
+            for k in wanted
+        ]
+        gradient = function.derived("gradient", tuple(wanted))
+        results = call(loop.of(gradient, (*loop.placed, every), types), [*kept, ct], self.order)
+        found: list[Any] = [None] * len(likes)
+        for k, result in zip(wanted, results, strict=True):
+            if loop.placed[k] != every:
+                result = jnp.sum(result, [d for d in every if d not in loop.placed[k]])
+            found[k] = result.astype(likes[k].dtype)
+        return found
+
+
 def _jvp(primals: Any, tangents: Any, *, spec: Loop, order: Order) -> Any:
-    results = call(spec, primals, order)
-    moved = {k: t for k, t in enumerate(tangents) if type(t) is not ad.Zero}
-    outputs = [j for j, dtype in enumerate(spec.out) if jnp.issubdtype(dtype, jnp.inexact)]
-    moves: list[Any] = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
-    if moved and outputs:
-        found = _tangents(spec, primals, moved, outputs, order)
-        for j, tangent in zip(outputs, found, strict=True):
-            moves[j] = tangent
-    return results, moves
-
-
-def _tangents(
-    loop: Loop, primals: Arrays, moved: dict[int, Array], outputs: Sequence[int], order: Order
-) -> Results:
-    """Returns the tangents of `outputs`, where `moved` has those of some operands."""
-    function, moving = loop.function, list(moved)
-    if isinstance(function, Linear):
-        base, plain = len(function.base.operands), None
-        if min(moving) < base and (plain := function.definition) is None:
-            raise TypeError(
-                f"{function.base.name} has first derivatives only, since these are C++ text; for "
-                "second ones pass elementwise definition= too, the function in plain JAX"
-            )
-    else:
-        assert isinstance(function, Primal)
-        base, plain = len(function.operands), function.differentiable
+    results, function = call(spec, primals, order), spec.function
+    if not jnp.issubdtype(spec.out[0], jnp.inexact):
+        return results, [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
+    is_primal = isinstance(function, Primal)
+    plain = function.differentiable if is_primal else function.definition
     if plain is not None:
-        of, at = of_some(functools.partial(by_jax, plain, loop), primals, moving)
-        found = jax.jvp(of, at, tuple(moved.values()))[1]
-        return [found[j] for j in outputs]
-    if isinstance(function, Linear):
-        derived = function.only(k - base for k in moving)
-    else:
-        _same_kind(function, moving, outputs, loop.bound)
-        derived = function.tangent(moving, outputs)
-    placed = [*loop.placed[:base], *[loop.placed[k] for k in moving]]
-    tangent = loop.of(derived, placed, [loop.out[j] for j in outputs])
-    return call(tangent, [*primals[:base], *moved.values()], order)
-
-
-def _same_kind(
-    function: Primal, moving: Sequence[int], outputs: Sequence[int], bound: Pairs
-) -> None:
-    """Products of numbers are derivatives of real functions of reals, and of holomorphic ones."""
-    types = [*(function.operands[k] for k in moving), *(function.results[j] for j in outputs)]
-    if len({compute_dtype(type_, bound).kind for type_, _ in types}) > 1:
+        return results, jvp_along(functools.partial(by_jax, plain, spec), primals, tangents)[1]
+    if not is_primal:
+        name = function.name.rpartition("_")[0]
         raise TypeError(
-            f"{function.name} takes and returns both real and complex numbers, and has no "
-            "derivative that is one number: pass elementwise derivative=, the whole function in "
-            "plain JAX"
+            f"{name} has first derivatives only, since these are C++ text; for second ones pass "
+            "elementwise definition= too, the function in plain JAX"
         )
-
-
-def _transpose(cts: Any, *operands: Any, spec: Loop, order: Order) -> list[Any]:
-    function, placed = spec.function, spec.placed
-    if not isinstance(function, Linear):
-        raise NotImplementedError(f"{function.name} is not linear and cannot be transposed")
-    base = len(function.base.operands)
-    linear = [k for k, a in enumerate(operands) if ad.is_undefined_primal(a)]
-    present = [j for j, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    gradients: list[Any] = [None] * len(operands)
-    if not present or not linear:
-        return gradients
-    whole = tuple(range(jax.typeof(cts[present[0]]).ndim))
-    computed = [compute_dtype(type_, spec.bound).name for type_, _ in function.operands]
-    types = [  # compute dtypes of the arrays summed below
-        operands[k].aval.dtype.name if placed[k] == whole else computed[k] for k in linear
-    ]
-    transpose = function.transpose([k - base for k in linear], present)
-    loop = spec.of(transpose, (*placed[:base], *[whole] * len(present)), types)
-    results = call(loop, [*operands[:base], *[cts[j] for j in present]], order)
-    for k, result in zip(linear, results, strict=True):
-        if placed[k] != whole:
-            result = jnp.sum(result, [d for d in whole if d not in placed[k]])
-        gradients[k] = result.astype(operands[k].aval.dtype)
-    return gradients
+    for k, tangent in enumerate(tangents):
+        if moves(tangent):
+            function.partial(k)  # raises an error where there is none
+    return results, linear(_Derivative(spec, order), list(primals), tangents, results)
 
 
 elementwise = Op(
@@ -397,5 +366,5 @@ elementwise = Op(
     batch=_batch,
     before=_compile_early,
     jvp=_jvp,
-    transpose=_transpose,
+    types=lambda loop, *operands: loop.types(operands),
 )

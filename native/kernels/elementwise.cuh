@@ -15,17 +15,6 @@
 #define M_PI 3.14159265358979323846
 #endif
 
-#ifdef USES_COMPLEX
-// These headers take a second otherwise: most of it for lists of types unrolled 16 times, of which
-// complex numbers need none.
-#define _CCCL_META_UNROLL_LIMIT 4
-#define CCCL_DISABLE_FP16_SUPPORT
-#define CCCL_DISABLE_BF16_SUPPORT
-#define CCCL_DISABLE_FP8_SUPPORT
-#define CCCL_DISABLE_INT128_SUPPORT
-#include <cuda/std/complex>
-#endif
-
 namespace normfuse_user {
 
 using int8_t = signed char;
@@ -36,22 +25,6 @@ using int32_t = int;
 using uint32_t = unsigned;
 using int64_t = long long;
 using uint64_t = unsigned long long;
-
-template <typename T>
-struct RealOf {
-  using Type = T;
-};
-template <typename T>
-using real_t = typename RealOf<T>::Type;
-
-#ifdef USES_COMPLEX
-using cuda::std::complex;
-using cuda::std::polar;
-template <typename T>
-struct RealOf<complex<T>> {
-  using Type = T;
-};
-#endif
 
 }  // namespace normfuse_user
 

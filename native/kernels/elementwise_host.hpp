@@ -5,29 +5,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef USES_COMPLEX
-#include <complex>
-#endif
 
 #define NORMFUSE_INLINE inline __attribute__((always_inline))
 
 namespace normfuse_user {
-
-template <typename T>
-struct RealOf {
-  using Type = T;
-};
-template <typename T>
-using real_t = typename RealOf<T>::Type;
-
-#ifdef USES_COMPLEX
-using std::complex;
-using std::polar;
-template <typename T>
-struct RealOf<complex<T>> {
-  using Type = T;
-};
-#endif
 
 template <typename A, typename B>
 inline auto min(A a, B b) -> decltype(a + b) {

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elementwise_cases import gated, gcd, reference, sine_and_cosine, twin
+from elementwise_cases import gated, gcd, reference, twin
 
 from normfuse.native import compiler
 
@@ -45,20 +45,6 @@ def test_cuda_derivatives(rng):
         lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected
     )
     assert sum(hlo.calls(gradient.lower(x, g[0], 0.3).compile(), "").values()) == 2
-
-
-def test_cuda_several_results_in_a_loop(rng):
-    x = jnp.asarray(rng.normal(size=1000), jnp.float32)
-
-    def step(carry, _):
-        s, c = sine_and_cosine(carry)
-        return s * c, None
-
-    y = jax.jit(lambda x: jax.lax.scan(step, x, None, length=20)[0])(x)
-    expected = np.float64(x)
-    for _ in range(20):
-        expected = np.sin(expected) * np.cos(expected)
-    np.testing.assert_allclose(y, expected, rtol=2e-5)  # 40 float32 functions one after another
 
 
 def test_cuda_scalars_change_without_compiling():

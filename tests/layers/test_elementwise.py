@@ -1,7 +1,6 @@
 """Element-wise ops from C++: values in every dtype, broadcasting, scalars, caches and mistakes."""
 
 import copy
-import pickle
 import subprocess
 import sys
 
@@ -11,11 +10,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from elementwise_cases import gated, gcd, phase, reference, sine_and_cosine, squared, twin
+from elementwise_cases import gated, gcd, reference, squared, twin
 
 import normfuse
 from normfuse import CompileError, elementwise
-from normfuse.layers.elementwise.elementwise import MOST
 from normfuse.native import compiler, host_compiler, implementation
 
 pytestmark = pytest.mark.optimized
@@ -114,15 +112,15 @@ def _in_numpy(function, x):
     return outer(inner(x))  # rounded to float32 between
 
 
-@pytest.mark.parametrize("first", range(0, len(_COMPOSED), MOST))
-def test_compositions_keep_nan_infinities_and_signed_zeros(first):
+def test_compositions_keep_nan_infinities_and_signed_zeros():
     """A compiler's flags for speed may rewrite them so that NaN becomes a number."""
-    some = list(_COMPOSED)[first : first + MOST]
-    written = ", ".join(f"T& y{i}" for i in range(len(some)))
-    body = " ".join(f"y{i} = {text};" for i, text in enumerate(some))
-    op = elementwise(f"template <class T> void composed(T x, {written}) {{ {body} }}")
+    body = " ".join(f"if (which == {i}) return {text};" for i, text in enumerate(_COMPOSED))
+    op = elementwise(
+        f"template <class T> T composed(T x, int which) {{ {body} return x; }}", which=0
+    )
     x = np.float32(_SPECIAL * 5)  # vectors, and what is left of them
-    for text, y in zip(some, op(x), strict=True):
+    for which, text in enumerate(_COMPOSED):
+        y = op(x, which=which)
         # XLA lets processors take subnormal numbers for 0.
         flushed = np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(0, x), x)
         with np.errstate(all="ignore"):
@@ -136,19 +134,6 @@ def test_compositions_keep_nan_infinities_and_signed_zeros(first):
         assert np.all(same[0] | same[1]), (text, y[:13], wants[0][:13])
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_complex_values(dtype, rng):
-    with jax.enable_x64(True):
-        z = (rng.normal(size=50) + 1j * rng.normal(size=50)).astype(dtype)
-        angle = phase(z)
-        assert angle.dtype == ("float32" if dtype == "complex64" else "float64")
-        # two units in the last place: what C libraries promise of atan2
-        eps = np.finfo(dtype).eps
-        np.testing.assert_allclose(angle, np.angle(z), rtol=2 * eps)
-        power = elementwise("template <class T> T power(T x, T y) { return exp(y * log(x)); }")
-        np.testing.assert_allclose(power(z, z), z**z, rtol=20 * eps)
-
-
 def test_bool_and_a_concrete_type():
     choose = elementwise(
         "template <class T> T choose(bool take, T a, T b) { return take ? a : b; }"
@@ -157,13 +142,6 @@ def test_bool_and_a_concrete_type():
     np.testing.assert_array_equal(choose(x > 2, x, -1), jnp.where(x > 2, x, -1))
     less = elementwise("template <class T> bool less(T a, T b) { return a < b; }")
     assert less(x, 3).dtype == bool and less(x, 3).tolist() == [True] * 3 + [False] * 3
-
-
-def test_several_results(rng):
-    x = rng.normal(size=(5, 7)).astype(np.float32)
-    s, c = sine_and_cosine(x)
-    np.testing.assert_allclose(s, np.sin(np.float64(x)), rtol=1e-6)
-    np.testing.assert_allclose(c, np.cos(np.float64(x)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -246,42 +224,9 @@ def test_as_the_activation_of_dense(rng):
     )
 
 
-def test_as_a_scalar_of_other_kernels():
-    code = squared.scalar.code()
-    assert "__device__ inline T squared(T x)" in code and "activation_derivative(T x)" in code
-    assert squared.scalar.function is squared
-    capped = elementwise(
-        "template <class T> T capped(T x, T cap) { return cap * tanh(x / cap); }", cap=30.0
-    )
-    assert capped.scalar.parameters == (("cap", 30.0),) and capped.scalar.derivative == ""
-    assert phase.scalar is None and sine_and_cosine.scalar is None
-
-
-def plain_gated(x, g, limit):
-    return twin(x, g, limit)
-
-
-def test_copies_are_equal():
-    """By their texts and options, so that a copied model compiles nothing and has its structure."""
-    options = {"derivative": {"x": "T(1)"}, "definition": plain_gated, "dtype": "float32"}
-    make = lambda limit=1.0, **changed: elementwise(cases.GATED, limit=limit, **options | changed)
-    op, x = make(), jnp.ones(3)
-    for same in (make(), copy.copy(op), copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
-        assert same == op and hash(same) == hash(op) and same is not op
-    for other in (
-        make(limit=2.0),
-        make(derivative={"x": "T(2)"}),
-        make(definition=lambda x, g, limit: x),
-        make(dtype="float16"),
-        make(implementation="native"),
-        elementwise(cases.GATED.replace("x < limit", "x <= limit"), limit=1.0, **options),
-    ):
-        assert other != op
-    assert op != 3 and make(limit=float("nan")) == make(limit=float("nan"))
-    run = jax.jit(lambda op, x: jax.grad(lambda x: op(x, 2.0).sum())(x), static_argnums=0)
-    for one in (op, copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
-        np.testing.assert_array_equal(run(one, x), 1)
-    assert run._cache_size() == 1
+def test_a_copy_is_the_op_itself():
+    """A copied model has the structure of the model, and compiles nothing."""
+    assert copy.deepcopy({"activation": squared})["activation"] is squared
 
 
 def test_helpers_are_any_cplusplus():
@@ -339,7 +284,7 @@ def test_platforms_without_cplusplus_take_the_definition():
     x = jax.ShapeDtypeStruct((4,), jnp.float32)
     lower = lambda op: jax.jit(op).trace(x, x).lower(lowering_platforms=("tpu",)).as_text()
     assert "stablehlo.select" in lower(elementwise(cases.GATED, definition=twin, limit=1.0))
-    with pytest.raises(NotImplementedError, match="gated: .* not for tpu. Pass definition="):
+    with pytest.raises(NotImplementedError, match="gated: .* not for this platform. Pass de"):
         lower(gated)
 
 
@@ -386,11 +331,6 @@ def test_a_mistake_in_a_derivative_names_its_line():
         (lambda: gated(1.0), TypeError, r"gated takes 2 inputs \(x, g\), got 1"),
         (lambda: gated(1.0, 2.0, limt=3.0), TypeError, "no scalar 'limt'; it has limit"),
         (lambda: gated(1.0, 2.0, limit="a"), TypeError, "scalar limit must be a number, got 'a'"),
-        (
-            lambda: elementwise("long f(int x, long n) { return n; }", n=2**31),
-            ValueError,
-            "scalar n is declared long, here int32, .* hold 2147483648; .*or set jax_enable_x64",
-        ),
         (lambda: gated("text", 2.0), TypeError, "x must be an array, got 'text'"),
         (
             lambda: gated(jnp.ones(2, jnp.float8_e4m3fn), 2.0),
@@ -407,13 +347,13 @@ def test_a_mistake_in_a_derivative_names_its_line():
             TypeError,
             "f: n is declared int, got float32; cast it first",
         ),
-        (
-            lambda: elementwise("template <class T> complex<T> f(T x) { return x; }")(1),
-            TypeError,
-            r"f returns complex<T>, which \{'T': 'int32'\} does not make a number",
-        ),
+        (lambda: gated(1j, 2.0), TypeError, "x must have one of the dtypes .*; got complex64"),
         (lambda: elementwise(IDENTITY, cap=1.0), TypeError, "no parameter called 'cap'"),
-        (lambda: elementwise(IDENTITY, dtype="float8_e4m3fn"), TypeError, "dtype must be one of"),
+        (
+            lambda: elementwise(IDENTITY, dtype="float8_e4m3fn"),
+            TypeError,
+            "dtype must be None or one",
+        ),
         (lambda: elementwise(IDENTITY, definition=3), TypeError, "definition must be a function"),
         (lambda: elementwise(IDENTITY, derivative=3), TypeError, "derivative must be a mapping"),
         (
@@ -423,8 +363,8 @@ def test_a_mistake_in_a_derivative_names_its_line():
         ),
         (
             lambda: elementwise(IDENTITY, derivative={"x": ("1", "2")}),
-            ValueError,
-            "must have one entry for each of 1 results, got 2",
+            TypeError,
+            r"derivative\['x'\] must be C\+\+ text, got \('1', '2'\)",
         ),
         (
             lambda: elementwise(IDENTITY, derivative={"x": gcd}),
@@ -446,7 +386,7 @@ def test_a_mistake_in_a_derivative_names_its_line():
                 "float f(" + ", ".join(f"float a{i}" for i in range(9)) + ") { return a0; }"
             ),
             ValueError,
-            "has 9 inputs and 1 outputs; from 1 to 8",
+            "has 9 inputs; from 1 to 8 are possible",
         ),
     ],
 )

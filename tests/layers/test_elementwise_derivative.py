@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elementwise_cases import GATED, gated, gcd, phase, sine_and_cosine, twin
+from elementwise_cases import GATED, gated, gcd, twin
 
 from normfuse import elementwise
 
@@ -78,13 +78,6 @@ def test_gradients_have_the_dtypes_of_their_inputs(arrays):
     agree(dg, np.minimum(np.float64(x), 1).sum(0))
 
 
-def test_several_results_and_unused_ones(arrays):
-    x = arrays[0]
-    loss = lambda f: lambda x: jnp.sum(f(x)[0] * 3 + f(x)[1] ** 2)
-    agree(jax.grad(loss(sine_and_cosine))(x), jax.grad(loss(lambda x: (jnp.sin(x), jnp.cos(x))))(x))
-    agree(jax.grad(lambda x: sine_and_cosine(x)[1].sum())(x), -jnp.sin(x))
-
-
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [
@@ -115,24 +108,6 @@ def test_derivatives_in_plain_jax(options, arrays):
         jax.grad(lambda x: plain_swish(x, 2.0).sum())(x),
     )
     agree(jax.grad(jax.grad(op))(0.5), jax.grad(jax.grad(plain_swish))(0.5))
-
-
-def test_holomorphic_derivatives_and_others(arrays):
-    z = jax.lax.complex(*arrays)
-    product = elementwise(
-        "template <class T> T product(T z, T w) { return z * z * w; }",
-        derivative={"z": "T(2) * z * w", "w": "z * z"},
-    )
-    pull = lambda f: jax.vjp(f, z, z + 1)[1](z)
-    agree(pull(product), pull(lambda z, w: z * z * w), rtol=1e-5)
-    agree(
-        jax.grad(lambda z: phase(z).sum())(z), jax.grad(lambda z: jnp.angle(z).sum())(z), rtol=1e-5
-    )
-    modulus = elementwise(
-        "template <class T> real_t<T> modulus(T z) { return abs(z); }", derivative={"z": "abs(z)"}
-    )
-    with pytest.raises(TypeError, match="modulus takes and returns both real and complex"):
-        jax.grad(lambda z: modulus(z).sum())(z)
 
 
 def test_integers_and_bools_have_no_gradient(arrays):
