@@ -383,38 +383,6 @@ MUTANTS = [
         "rows = tuple(range(g.ndim - 1))\n        found",
         "tests/layers/test_cross_entropy.py::test_vmap_scan_and_remat[none]",
     ),
-    # ---------------------------------------------------------------- layers: lookups
-    Mutant(
-        "layers/lookup.py",
-        "jnp.isfinite(flat).all()",
-        "True",
-        "tests/layers/test_lookup.py::test_nan_and_infinity_stay_in_their_rows[8]",
-    ),
-    Mutant(  # sums that end with a block are counted twice
-        "layers/lookup.py",
-        "ends &= place % BLOCK != BLOCK - 1",
-        "pass",
-        "tests/layers/test_lookup.py::test_all_indices_equal_pass_through_every_level",
-    ),
-    Mutant(
-        "layers/lookup.py",
-        "indices = indices - lax.axis_index(axes[-1]) * part",
-        "indices = indices + 0",
-        "tests/layers/test_lookup.py::test_devices_exchange_no_more_than_theirs[2048-tensor]",
-    ),
-    Mutant(  # float32 is no longer three parts
-        "layers/lookup.py",
-        "(high, middle, values - high - middle)",
-        "(high, middle)",
-        "tests/layers/test_lookup.py::test_numbers_of_float32_keep_all_their_digits",
-    ),
-    Mutant(
-        "layers/lookup.py",
-        "return jnp.clip(indices, 0, rows - 1)",
-        "return indices",
-        "tests/layers/test_lookup.py"
-        "::test_rows_are_theirs_and_the_gradient_is_that_of_float64[few rows]",
-    ),
     # ---------------------------------------------------------------- layers: attention
     Mutant(
         "layers/attention/blocks.py",
@@ -698,10 +666,22 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/lookups.py",
-        "if program.depends(equation.ins[1], (source,)):",
-        "if False:",
+        "jnp.broadcast_to(table.astype(jnp.float32), (copies, *table.shape))",
+        "jnp.broadcast_to(table.astype(dtype), (copies, *table.shape))",
         "tests/fuse/test_lookups.py"
-        "::test_what_is_no_lookup_of_a_parameter_stays[indices made of the table]",
+        "::test_a_gradient_is_exact_where_theirs_is_rounded[a cast and an index]",
+    ),
+    Mutant(  # what fills rows outside the table is no constant
+        "layers/fuse/lookups.py",
+        "fill_value=0,",
+        'fill_value=p["fill_value"],',
+        "tests/fuse/test_lookups.py::test_transformed[forward mode]",
+    ),
+    Mutant(  # a start that is outside fills a row
+        "layers/fuse/lookups.py",
+        "and 0 in n.start_index_map",
+        "and True",
+        "tests/fuse/test_lookups.py::test_what_is_no_lookup_of_a_parameter_stays[columns]",
     ),
     Mutant(
         "layers/fuse/products.py",

@@ -392,7 +392,7 @@ def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:
             )
             sites.remove(site)
     used = [s for s in dict.fromkeys(taken.values()) if any(v in live for v in s.outs)]
-    for site in lookups.joined(program, losses.joined(program, used)):
+    for site in losses.joined(program, used):
         program.sites |= dict.fromkeys(site.outs, site)
 
 
