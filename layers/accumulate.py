@@ -43,11 +43,12 @@ def accumulate_gradients(
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
         its batch, if the result is to be the mean of all. With `state`, `(params, batch, state) ->
         (loss, state)` or `-> (loss, aux, state)`.
-      params: a pytree whose floating arrays are differentiated: plain arrays, Linen's "params", or
-        an Equinox module. nnx models have `normfuse.layers.nnx.accumulate_gradients`.
+      params: a pytree whose floating arrays are differentiated: plain arrays, Linen's "params", an
+        Equinox module, or an nnx model's `nnx.state(model, nnx.Param)`.
       batches: a pytree of arrays with a leading axis of microbatches.
       state: a pytree of arrays that each microbatch takes and returns, of the same shapes and
-        dtypes: Linen's other collections ("batch_stats"), Equinox's `State`, a key for dropout.
+        dtypes: Linen's other collections ("batch_stats"), Equinox's `State`, an nnx model's other
+        Variables, a key for dropout.
       has_aux: whether `loss_fn` returns auxiliary outputs too.
       replicas: a mesh axis (Auto) that splits the second axis of `batches`, the rows, and no
         parameter: data parallelism. Each replica sums its own gradients, and they are added up once
@@ -216,9 +217,8 @@ def _check_variables(params: Any) -> None:
         if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
             raise ValueError(
                 f"{_OP}: params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which is "
-                "no parameter and would not be updated; the function for nnx models carries it "
-                "from one microbatch to the next: "
-                "normfuse.layers.nnx.accumulate_gradients(loss_fn, model, batches)"
+                "no parameter and would not be updated; nnx.split(model, nnx.Param, ...) the "
+                "model, and give the rest as state="
             )
 
 

@@ -45,7 +45,7 @@ def check_options(
       ValueError: for a name or a quantization that is not known.
       TypeError: for an activation with parameters of its own.
     """
-    requested(implementation)
+    requested(implementation, argument=f"{layer}: implementation")
     check_quantization(layer, quantization)
     function: Any = resolve(activation)
     if isinstance(function, functools.partial):

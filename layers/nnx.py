@@ -17,7 +17,6 @@ except ModuleNotFoundError as error:
 from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
-from .accumulate_nnx import accumulate_gradients as accumulate_gradients
 from .core.activations import Activation
 from .core.arguments import (
     Quantization,

@@ -87,12 +87,12 @@ def requested(implementation: Implementation, *, argument: str = "implementation
     return list(names)
 
 
-def order_of(implementation: Implementation) -> Order | None:
+def order_of(op: str, implementation: Implementation) -> Order | None:
     """Returns the kernels that `implementation` asks for, whose names are kernels' or "xla".
 
     None if it asks for plain HLO before any of them.
     """
-    names = requested(implementation)
+    names = requested(implementation, argument=f"{op}: implementation")
     if not names:
         return BEST
     plain = names.index("xla") if "xla" in names else len(names)

@@ -173,7 +173,7 @@ import normfuse, normfuse.layers
 for name in normfuse.__all__:
     getattr(normfuse, name)
 modules = [m.name for m in pkgutil.walk_packages(normfuse.layers.__path__, "normfuse.layers.")]
-frameworks = "accumulate_nnx", "eqx", "fuse_nnx", "linen", "nnx"
+frameworks = "eqx", "fuse_nnx", "linen", "nnx"
 modules = [m for m in modules if m.rpartition(".")[2] not in frameworks]
 for module in modules:
     importlib.import_module(module)

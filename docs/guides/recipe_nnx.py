@@ -19,7 +19,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.nnx import accumulate_gradients, fuse
+from normfuse import accumulate_gradients
+from normfuse.layers.nnx import fuse
 
 LAYERS, DIM, HEADS, HIDDEN, VOCAB, PADDING = 2, 64, 4, 128, 2048, -1
 
@@ -88,7 +89,14 @@ fused = fuse(loss, quantization="fp8", report=reports.append)
 
 @nnx.jit
 def step(model, optimizer, batches):
-    value, gradients = accumulate_gradients(fused, model, batches)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # the rest: dropout's keys
+
+    def microbatch(params, batch, rest):
+        model = nnx.merge(graph, params, rest, copy=True)
+        return fused(model, batch), nnx.state(model, nnx.Not(nnx.Param))
+
+    (value, rest), gradients = accumulate_gradients(microbatch, params, batches, state=rest)
+    nnx.update(model, rest)
     optimizer.update(model, gradients)
     return value
 

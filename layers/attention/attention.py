@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...native.implementation import BEST, NAMES, Implementation, Order, requested
-from ..core.arguments import array_of, finite, floating, floating_dtype
+from ..core.arguments import array_of, finite, flag, floating, floating_dtype
 from ..core.op import reshard_like, vary, varying_axes
 from ..core.sharding import axes_of, whole
 from . import op as ops
@@ -106,7 +105,7 @@ def attention(
     q, k, v = q.astype(name), k.astype(name), v.astype(name)
     spec = Spec(
         scale=1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else finite(_OP, "scale", scale),
-        causal=_causal(causal),
+        causal=flag(_OP, "causal", causal),
         window=_window(window, causal),
         softcap=_softcap(softcap),
         precision=jax.config.jax_default_matmul_precision,
@@ -149,12 +148,6 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             f"{_OP}: the heads of q must be a multiple of k's; got {q.shape[2]} and {k.shape[2]}"
         )
-
-
-def _causal(causal: Any) -> bool:
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"{_OP}: causal must be True or False, got {type(causal).__name__}")
-    return bool(causal)
 
 
 def _window(window: Any, causal: bool) -> int | None:

@@ -76,6 +76,14 @@ def options_of(name: str, layer: Any, dtype: jax.typing.DTypeLike) -> dict[str, 
 LARGEST = float(np.finfo(np.float32).max)
 
 
+def flag(op: str, argument: str, value: Any) -> bool:
+    """Returns a bool; TypeError for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        shown = type(value).__name__ if hasattr(value, "shape") else repr(value)
+        raise TypeError(f"{op}: {argument} must be True or False, got {shown}")
+    return bool(value)
+
+
 def finite(
     op: str, argument: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST
 ) -> float:

@@ -19,6 +19,7 @@ from ..core.arguments import (
     array_of,
     check_quantization,
     finite,
+    flag,
     floating,
     floating_dtype,
 )
@@ -135,6 +136,7 @@ def linear_cross_entropy(
         listed = ", ".join(map(repr, get_args(Reduction)))
         raise ValueError(f"{_OP}: reduction must be one of {listed}, got {reduction!r}")
     _check_shapes(x, kernel, contract)
+    with_lse = flag(_OP, "with_lse", with_lse)
     labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
     weights = _checked_weights(x, weights)
     bias = _checked_bias(bias, kernel.shape[1 - contract])

@@ -3,11 +3,10 @@
 A product whose result chooses stays as it is. One search, from the results back to the operands,
 finds every value that chooses:
 
-- Sorts, arguments of maxima, comparisons and casts to integers choose by their operands. A
-  comparison with a number does not where what it selects is the same on both sides of that number:
-  a leaky ReLU is one function, however it is written.
+- Sorts, arguments of maxima, comparisons and casts to integers choose by their operands; tests for
+  NaN and infinities do not. An activation that is written by a comparison keeps its product, too.
 - All that computes an array from elements or sums of its operands is followed, and so are calls,
-  loops, branches, and users' own derivatives: an operand chooses if a result does.
+  scans, branches, and users' own derivatives: an operand chooses if a result does.
 - Products with what is stored end the search: their results are asked by themselves. Else a token
   that is chosen from logits would hold every layer before them. So do convolutions and kernels of
   attention. A product of two arrays that are computed, example by example, as scores that choose
@@ -20,14 +19,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
 from ...native.jaxpr import bodies
-from .constants import ARITHMETIC, COMPARED, ELEMENTWISE
+from .constants import COMPARED
 from .program import Equation, Program
-from .sites import Left
 
 Reasons = list[str | None]
 
@@ -96,13 +93,14 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
     name, ins = equation.name, equation.ins
     why = next(filter(None, outs), None)
     ours = name.startswith("normfuse_")
+    is_infinite = lambda v: not math.isfinite(g.number(v) or 0)
     if ours and any(part in name for part in _MULTIPLY):
         return
     if name == "dot_general":
         _, (batch, _) = equation.params["dimension_numbers"]
         if not batch or any(_is_stored(g, v) for v in ins):
             return
-    if name in COMPARED and _is_continuous(g, equation):
+    if name in COMPARED and (ins[0] == ins[1] or any(map(is_infinite, ins))):
         return
     if name in _CHOOSE or name in COMPARED:
         why = f"{name} chooses by its result"
@@ -150,26 +148,17 @@ def _around(g: Program, equation: Equation, outs: Reasons) -> Reasons:
             closed = body if hasattr(body, "consts") else ClosedJaxpr(body, ())
             programs[key, place] = Program(closed)
     if name == "cond":
-        found: Reasons = [None] * len(ins)
-        for program in programs.values():
-            found[1:] = [a or b for a, b in zip(found[1:], _read(program, outs))]
-        return found
+        every = [_read(program, outs) for program in programs.values()]
+        return [None, *[next(filter(None, reasons), None) for reasons in zip(*every)]]
     if name == "scan":
         (body,) = programs.values()
         first, carried = jax_private.scan_counts(params, len(ins))
         return _repeated(body, outs, first, carried)
-    if name == "while":
-        first, count = params["cond_nconsts"], params["body_nconsts"]
-        test, body = programs["cond_jaxpr", 0], programs["body_jaxpr", 0]
-        told = _read(test, [None])
-        outs = [a or b for a, b in zip(outs, told[first:])]
-        return [*told[:first], *_repeated(body, outs, count, len(outs))]
-    found = [None] * len(ins)
-    for program in programs.values():
-        if len(program.inputs) != len(ins) or len(program.results) != len(outs):
-            return [_unknown(name)] * len(ins)
-        found = [a or b for a, b in zip(found, _read(program, outs))]
-    return found
+    sizes = len(ins), len(outs)
+    if name == "while" or any((len(p.inputs), len(p.results)) != sizes for p in programs.values()):
+        return [_unknown(name)] * len(ins)
+    every = [_read(program, outs) for program in programs.values()]
+    return [next(filter(None, reasons), None) for reasons in zip(*every)]
 
 
 def _repeated(body: Program, outs: Reasons, first: int, carried: int) -> Reasons:
@@ -182,96 +171,3 @@ def _repeated(body: Program, outs: Reasons, first: int, carried: int) -> Reasons
         if [*map(bool, carry)] == [*map(bool, known)]:
             break
     return [*found[:first], *outs[:carried], *found[first + carried :]]
-
-
-# ---------------------------------------------------------------- comparisons
-
-
-def _is_continuous(g: Program, compared: Equation) -> bool:
-    """Tells if nothing jumps where a comparison changes.
-
-    It compares a value u with a number t. Each result that it enters is computed at u = t, once as
-    if it were false and once as if it were true, by float64; all other values are drawn at random,
-    so that what is equal is so whatever they are. Tests for NaN and infinities choose nothing else.
-    """
-    a, b = compared.ins
-    if a == b:
-        return True
-    numbers = [g.number(a), g.number(b)]
-    if numbers.count(None) != 1:
-        return False
-    i = numbers.index(None)
-    u, t = compared.ins[i], numbers[1 - i]
-    assert t is not None
-    if not math.isfinite(t):
-        return True
-    stack, seen = [*compared.outs], set()
-    while stack:
-        v = stack.pop()
-        if v in seen:
-            continue
-        seen.add(v)
-        if v in g.results:
-            return False
-        for reader in g.readers.get(v, ()):
-            if reader.name in ("not", "and", "or", *_LAID_OUT):
-                stack += reader.outs
-                continue
-            known = {compared.outs[0]: 0.0, u: t}, {compared.outs[0]: 1.0, u: t}
-            try:
-                low, high = (_at(g, reader.outs[0], dict(env), u) for env in known)
-            except Left:
-                return False
-            if not abs(low - high) <= ARITHMETIC * max(abs(low), abs(high)):
-                return False
-    return True
-
-
-def _at(g: Program, v: int, known: dict[int, float], u: int) -> float:
-    """Returns an element of a value where u and others are `known`; a random one of other values.
-
-    Raises Left where it is not made of elements of these at the same place alone.
-    """
-    if v not in known:
-        made, number, first = g.maker.get(v), g.number(v), g.maker.get(u)
-        if number is not None:
-            known[v] = number
-        elif (
-            made is None
-            or first is not None
-            and made.index <= first.index
-            or made.name in _MOVED
-            and not g.depends(v, known)
-        ):
-            known[v] = float(np.random.default_rng(v).standard_normal())
-        else:
-            known[v] = _computed(g, made, known, u)
-    return known[v]
-
-
-def _computed(g: Program, made: Equation, known: dict[int, float], u: int) -> float:
-    name = made.name
-    if name == "custom_jvp_call" and made.outs[0] in g.shadows:
-        return _at(g, g.shadows[made.outs[0]], known, u)
-    if name not in _NUMBERS and name not in ("integer_pow", "select_n", *_SAME):
-        raise Left(f"{name} is not computed")
-    operands = [_at(g, v, known, u) for v in made.ins]
-    if name in _SAME:
-        return operands[0]
-    if name == "integer_pow":
-        return operands[0] ** made.params["y"]
-    if name == "select_n":
-        return operands[1 + bool(operands[0])]
-    if name in ("and", "or", "not"):
-        return float(getattr(np, f"logical_{name}")(*operands))
-    with np.errstate(all="ignore"):
-        return float(_NUMBERS[name](*map(np.float64, operands)))
-
-
-_NUMBERS = {name: compute for name, (compute, _) in ELEMENTWISE.items()} | {
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "expm1": np.expm1,
-    "log1p": np.log1p,
-    "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "tanh": np.tanh,
-}

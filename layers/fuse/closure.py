@@ -173,61 +173,66 @@ def _read(function: Callable[..., Any]) -> list[Place]:
     return found
 
 
-class _Search:
-    """The objects that have been seen on a walk through a closure."""
-
-    def __init__(self):
-        self.seen: set[int] = set()
-
-    def enters(self, x: Any, depth: int) -> bool:
-        if id(x) in self.seen or depth > DEEPEST or len(self.seen) > MOST:
-            return False
-        self.seen.add(id(x))
-        return True
-
-
 def _places(function: Any) -> Iterator[Place]:
     """Yields where the closure of a function holds arrays."""
-    yield from _of_function(function, "", _Search(), 0)
+    seen: set[int] = set()
+    stack: list[tuple[Any, ...]] = [
+        (type(function).__call__, "self", True, None, None, 0),
+        (function, "self", True, None, None, 0),
+    ]
+    while stack:
+        value, variable, alone, holder, key, depth = stack.pop()
+        if is_array(value):
+            yield Place(variable, value, alone, holder, key)
+            continue
+        if isinstance(value, _WITHOUT_ARRAYS) or id(value) in seen:
+            continue
+        if depth > DEEPEST or len(seen) > MOST:
+            continue
+        seen.add(id(value))
+        if (parts := _parts(value, variable)) is None:
+            yield Place(variable, value, False, holder, key)
+        else:
+            stack += [(*part, depth + 1) for part in reversed(parts)]
 
 
-def _of_function(function: Any, name: str, search: _Search, depth: int) -> Iterator[Place]:
-    """Yields the places in a function's cells, globals, defaults and bound arguments."""
-    if not search.enters(function, depth):
-        return
-    if callable(wrapped := getattr(function, "__wrapped__", None)):
-        yield from _of_function(wrapped, name, search, depth)
-    if isinstance(function, functools.partial):
-        bound = [*enumerate(function.args), *function.keywords.items()]
-        variables = [(str(key), value, None, None) for key, value in bound]
-        inner = function.func
-    elif isinstance(function, types.MethodType):
-        variables, inner = [("self", function.__self__, None, None)], function.__func__
-    elif isinstance(function, types.FunctionType):
-        variables, inner = [*_variables(function)], None
-    else:  # an object that can be called
-        variables, inner = [(name or "self", function, None, None)], type(function).__call__
-        search.seen.discard(id(function))
-    for variable, value, holder, key in variables:
-        yield from _of_value(value, variable, True, holder, key, search, depth + 1)
-    if inner is not None:
-        yield from _of_function(inner, name, search, depth + 1)
+def _parts(value: Any, variable: str) -> list[tuple[Any, str, bool, Any, Any]] | None:
+    """Returns what an object holds, by the attributes of `Place`; None of a tree of arrays."""
+    if isinstance(value, functools.partial):
+        bound = [*enumerate(value.args), *value.keywords.items(), (variable, value.func)]
+        return [(x, str(name), True, None, None) for name, x in bound]
+    if isinstance(value, types.MethodType):
+        both = value.__self__, value.__func__
+        return [(x, "self", True, None, None) for x in both]
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(x, variable, False, value, each) for each, x in items]
+    if not jax.tree_util.all_leaves([value]):
+        return None
+    own = getattr(value, "__dict__", None)
+    parts = []
+    if callable(wrapped := getattr(value, "__wrapped__", None)):
+        parts.append((wrapped, variable, True, None, None))
+    if isinstance(value, types.FunctionType):
+        parts += _variables(value)
+    elif isinstance(own, MutableMapping):
+        parts += [(x, f"{variable}.{name}", True, own, name) for name, x in own.items()]
+    return parts
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yields (name, value, holder, key) of what a function in Python reads from outside."""
+def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, bool, Any, Any]]:
+    """Yields what a function in Python reads from outside: cells, globals and defaults."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        try:
-            yield name, cell.cell_contents, cell, None
-        except ValueError:  # nothing has been assigned to it yet
-            continue
+        with contextlib.suppress(ValueError):  # nothing has been assigned to it yet
+            yield cell.cell_contents, name, True, cell, None
     library = code.co_filename.startswith(hidden_folders())  # its globals are no user's
+    own = function.__globals__
     for name in () if library else _names(code):
-        if name in function.__globals__:
-            yield name, function.__globals__[name], function.__globals__, name
+        if name in own:
+            yield own[name], name, True, own, name
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield "a default", value, None, None
+        yield value, "a default", True, None, None
 
 
 def _names(code: types.CodeType) -> dict[str, None]:
@@ -239,53 +244,10 @@ def _names(code: types.CodeType) -> dict[str, None]:
     return names
 
 
-def _of_value(
-    value: Any, variable: str, alone: bool, holder: Any, key: Any, search: _Search, depth: int
-) -> Iterator[Place]:
-    if is_array(value):
-        yield Place(variable, value, alone, holder, key)
-        return
-    if isinstance(value, _WITHOUT_ARRAYS) or value is None:
-        return
-    if isinstance(value, _FUNCTIONS) or hasattr(value, "__wrapped__"):
-        yield from _of_function(value, variable, search, depth)
-    elif isinstance(value, dict | list):
-        if search.enters(value, depth):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for each, x in list(items):
-                yield from _of_value(x, variable, False, value, each, search, depth + 1)
-    elif not jax.tree_util.all_leaves([value]):
-        if search.enters(value, depth):
-            yield Place(variable, value, False, holder, key)
-    elif isinstance(own := getattr(value, "__dict__", None), MutableMapping):
-        if search.enters(value, depth):
-            for name, x in list(own.items()):
-                yield from _of_value(x, f"{variable}.{name}", True, own, name, search, depth + 1)
-
-
-_FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
-_WITHOUT_ARRAYS = str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType
-
-
-# ---------------------------------------------------------------- functions that cannot be traced
-
-
-def kind_of(function: Any) -> str:
-    """Returns what a function is that runs only after its call, or ""."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    for each in (function, inspect.getattr_static(type(function), "__call__", None)):
-        for name, test in _LATE.items():
-            if test(each):
-                return name
-    return ""
-
-
-_LATE: dict[str, Callable[[Any], bool]] = {
-    "an async generator": inspect.isasyncgenfunction,
-    "an async function": inspect.iscoroutinefunction,
-    "a generator": inspect.isgeneratorfunction,
-}
+_WITHOUT_ARRAYS = (
+    *(str, bytes, int, float, complex, type, types.NoneType),
+    *(types.ModuleType, types.BuiltinFunctionType),
+)
 
 
 def runs_later(result: Any) -> bool:

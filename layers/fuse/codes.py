@@ -1,34 +1,32 @@
 """Codes: a norm's pass writes the FP8 codes that the products after it read.
 
 A domain of its own `Program`, read from the one in which norms and products have been replaced.
-What is replaced has derivatives of its own, so that a gradient may be taken of the results, or
-within.
+What is replaced has derivatives of its own, so that a gradient may be taken of the results.
 """
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from ...native.jaxpr import inner, line_of, name_of, params_of
+from ...native.jaxpr import inner, name_of, params_of
 from ..dense import fp8, fp8_norm
 from ..norm import op as norms
 from ..quantization import norm as quantized_norm
-from ..quantization import quantize
 from ..quantization.quantize import Quantized
-from .program import Equation, Program, inner_programs, is_inlined
+from .program import Equation, Program, is_inlined
 from .report import Row
-from .sites import Site, SiteFailed, called
+from .sites import Site, called
 
 
 def with_codes(closed: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:
     """Returns the results of a program, with norms that write codes, and a row for each norm."""
     program = CodedProgram(closed)
-    rows = [row for each in program.all_programs() for row in _chosen(each)]
+    norms_of = lambda g: [e for e in g.equations if e.eqn.primitive is norms.forward.primitive]
+    rows = [_choose(each, norm) for each in program.all_programs() for norm in norms_of(each)]
     return program.run(operands), rows
 
 
@@ -45,16 +43,10 @@ class CodedProgram(Program):
         """Tells if a jitted function has norms or FP8 products; JAX has traced the others once."""
         return is_inlined(eqn) and self._has_parts(eqn.params["jaxpr"].jaxpr)
 
-    def bodies_of(self, eqn: Any, ins: Sequence[int]) -> Iterator[Any]:
-        return inner_programs(eqn, ins, differentiated=True)
-
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Returns the results; a site that fails is an error, since others read its codes."""
         env = self.given | dict(zip(self.inputs, operands, strict=True))
-        try:
-            return self.evaluate(env, self.results, self.sites)
-        except SiteFailed as failure:
-            raise failure.error from failure
+        return self.evaluate(env, self.results, self.sites)
 
 
 def _has_parts(jaxpr: Any) -> bool:
@@ -94,37 +86,16 @@ class Encoding(Site):
 
 
 @dataclasses.dataclass(eq=False)
-class Named(Site):
-    """Codes under a name that a checkpoint's policy saves.
-
-    With y, which takes none, where nothing else reads it: a name would have it computed.
-    """
-
-    name: str
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        codes = read(self.reads[-1])
-        q, qt = (checkpoint_name(each, self.name) for each in codes[:2])
-        return [*map(read, self.reads[:-1]), codes._replace(q=q, qt=qt)]
-
-
-@dataclasses.dataclass(eq=False)
 class Reading(Site):
-    """FP8 products of one input, a linear layer or an MLP, that read its codes; or these codes.
+    """FP8 products of one input, a linear layer or an MLP, that read its codes."""
 
-    In the program of a gradient only the latter is there.
-    """
-
-    product: Any  # from `_product_of`
+    product: fp8.Marked
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         x, *operands, codes = map(read, self.reads)
         *rows, n = x.shape
         codes = Quantized(codes.q.reshape(x.shape), codes.qt.reshape(n, *rows), codes.scale)
-        if isinstance(self.product, fp8.Marked):
-            return called(_multiply, x, codes, *operands, marked=self.product)
-        has = self.product.codes
-        return [*[codes.q] * has.has_q, *[codes.qt] * has.has_qt, codes.scale]
+        return called(_multiply, x, codes, *operands, marked=self.product)
 
 
 def _encode(*args: jax.Array, norm: Any, order: Any) -> Any:
@@ -135,26 +106,6 @@ def _multiply(x: jax.Array, codes: Quantized, *operands: jax.Array, marked: fp8.
     return fp8_norm.multiply_encoded(marked, x, codes, operands)
 
 
-def _chosen(g: Program) -> Iterator[Row]:
-    """Chooses the norms of a program that write codes, and yields a row for each."""
-    for equation in g.equations:
-        if equation.eqn.primitive is norms.forward.primitive:
-            yield _choose(g, equation)
-        elif equation not in g.bodies and _product_of(equation.eqn) is None:
-            reason = f"it is within {equation.name}, which has a derivative or a kernel of its own"
-            for eqn in _norms_within(equation.eqn):
-                where = f"{equation.scope or ''} {line_of(eqn)}".strip()
-                yield Row(where, _what(eqn), "", reason)
-
-
-def _norms_within(eqn: Any) -> Iterator[Any]:
-    for body in inner(eqn):
-        for each in body.eqns:
-            if each.primitive is norms.forward.primitive:
-                yield each
-            yield from _norms_within(each)
-
-
 def _what(eqn: Any) -> str:
     return f"codes of {eqn.params['spec'].op} {eqn.invars[0].aval.str_short()}"
 
@@ -163,9 +114,7 @@ def _choose(g: Program, norm: Equation) -> Row:
     """Adds the sites of a norm whose result goes to FP8 products."""
     y, reason = norm.outs[0], _unserved(norm.eqn)
     others: list[str] = []  # all else that reads y
-    products: list[tuple[Equation, int]] = []  # and the codes that they read
-    names: list[Named] = []
-    code_of = {y: _value(g, norm)}
+    products: dict[Equation, fp8.Marked] = {}
     follow = [y]
     for v in follow:
         if v in g.results:
@@ -173,53 +122,33 @@ def _choose(g: Program, norm: Equation) -> Row:
         for reader in g.readers.get(v, ()):
             product = _product_of(reader.eqn)
             if reader.ins[0] == v and _same_elements(reader.eqn):
-                code = code_of[v]
-                if reader.name == "name":
-                    code = _value(g, reader)
-                    outs, name = (reader.outs[0], code), reader.params["name"]
-                    names.append(Named(outs, (v, code_of[v]), (), "codes", "", name))
-                code_of |= dict.fromkeys(reader.outs, code)
                 follow += [u for u in reader.outs if u not in follow]
-            elif product is None or v in reader.ins[1:] or _unserved_product(reader.eqn, product):
+            elif product is None or v in reader.ins[1:] or _is_vmapped(reader.eqn, product):
                 others.append(g.described(reader))
             else:
-                products.append((reader, code_of[v]))
+                products[reader] = product
     is_read = lambda v: v in g.results or v in g.readers
+    statistics = norm.outs[1 + norm.params["spec"].has_residual :]
     if not reason and not products:
         reason = _listed("no FP8 product reads it", others)
-    statistics = norm.outs[1 + norm.params["spec"].has_residual : -1]
-    marked = any(isinstance(_product_of(p.eqn), fp8.Marked) for p, _ in products)
-    if not reason and marked and any(map(is_read, statistics)):
+    if not reason and any(map(is_read, statistics)):
         reason = "its statistics are results too"
     if reason:
-        for equation in (norm, *(g.maker[site.outs[0]] for site in names)):
-            del equation.outs[-1]
         return Row(g.line(y), _what(norm.eqn), "", reason)
-    sites: list[Site] = [Encoding((*norm.outs,), (*norm.operands,), (), "codes", "", norm)]
-    for site in names:
-        if others:  # y is read, under its name
-            site = dataclasses.replace(site, outs=site.outs[1:], reads=site.reads[1:])
-        sites.append(site)
-    for equation, code in products:
-        product, reads = _product_of(equation.eqn), (*equation.operands, code)
+    g.avals.append(None)  # codes have no type
+    g.maker[code := len(g.avals) - 1] = norm
+    sites: list[Site] = [Encoding((*norm.outs, code), (*norm.operands,), (), "codes", "", norm)]
+    for equation, product in products.items():
+        reads = *equation.operands, code
         sites.append(Reading((*equation.outs,), reads, (), "codes", "", product))
     for site in sites:
         g.sites |= dict.fromkeys(site.outs, site)
-    ops = [_op_of(_product_of(equation.eqn)) for equation, _ in products]
-    served = ", ".join(f"{count} × {op}" for op, count in collections.Counter(ops).items())
+    ops = collections.Counter(product.spec.op for product in products.values())
+    served = ", ".join(f"{count} × {op}" for op, count in ops.items())
     return Row(g.line(y), _what(norm.eqn), _listed(served, others, "; y is written too, for"))
 
 
 _RESULT = "the function's result"
-
-
-def _value(g: Program, maker: Equation) -> int:
-    """Returns a new value that an equation makes besides its own: codes, which have no type."""
-    g.avals.append(None)
-    v = len(g.avals) - 1
-    g.maker[v] = maker
-    maker.outs.append(v)
-    return v
 
 
 def _same_elements(eqn: Any) -> bool:
@@ -238,19 +167,17 @@ def _same_elements(eqn: Any) -> bool:
     return a.shape == b.shape or not b.sharding.mesh.explicit_axes
 
 
-def _product_of(eqn: Any) -> Any:
-    """Returns what is known of FP8 products (`Marked`) or of codes (`Quantize`); None of others."""
-    if eqn.primitive is quantize.op.primitive and eqn.params["spec"].rows:
-        return eqn.params["spec"]
+def _is_vmapped(eqn: Any, product: fp8.Marked) -> bool:
+    """Tells if a product is vmapped over kernels, or over another axis than the first."""
+    return product.batched or tuple(v.aval.ndim for v in eqn.invars) != product.ndims
+
+
+def _product_of(eqn: Any) -> fp8.Marked | None:
+    """Returns what is known of FP8 products; None of others."""
     if name_of(eqn) != "custom_jvp_call":
         return None
     body = params_of(eqn)["call_jaxpr"].jaxpr.eqns
     return next((e.params["marked"] for e in body if e.primitive is fp8.input_p), None)
-
-
-def _op_of(product: Any) -> str:
-    """Returns the name of the function that the user called."""
-    return (product.spec if isinstance(product, fp8.Marked) else product).op
 
 
 # ---------------------------------------------------------------- why not
@@ -276,18 +203,6 @@ def _unserved(eqn: Any) -> str:
 
 def _sum_dtype(eqn: Any) -> Any:
     return jax.numpy.promote_types(*(v.aval.dtype for v in eqn.invars[:2]))
-
-
-def _unserved_product(eqn: Any, product: Any) -> str:
-    """Returns why products cannot read a norm's codes, or ""."""
-    x = eqn.invars[0].aval
-    if not isinstance(product, fp8.Marked):
-        fits = product.split == x.ndim - 1 and product.codes.dtype == fp8.FORMAT
-        return "" if fits else "it quantizes rows of another length, or to another format"
-    ndims = tuple(v.aval.ndim for v in eqn.invars)
-    if product.batched or ndims != product.ndims:
-        return "it is vmapped over kernels, or over another axis than the first"
-    return ""
 
 
 def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> str:

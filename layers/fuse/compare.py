@@ -68,8 +68,9 @@ def compare(
     rounding has large ones. Where r has no finite element, and y is equal to it, there is nothing
     to compare: the error is NaN.
 
-    What the program itself casts is wide in the reference, too; kernels, callbacks and shard_map
-    keep their dtypes there. The function is traced three times, and differentiated as often.
+    What the program itself casts is wide in the reference, too; kernels, callbacks, shard_map and
+    functions with a derivative of their own keep their dtypes there. The function is traced three
+    times, and differentiated as often.
 
     Args:
       loss: a function that `fuse` takes. Its first floating-point scalar is what is differentiated;
@@ -237,15 +238,13 @@ def _widened(closed: Any, dtype: Any, operands: Sequence[Any]) -> list[Any]:
     return [*map(read, getattr(closed, "jaxpr", closed).outvars, results)]
 
 
-_OWN_DTYPE = "bitcast_convert_type", "shard_map", *KERNELS
+_OWN_DTYPE = "bitcast_convert_type", "custom_jvp_call", "custom_vjp_call", "shard_map", *KERNELS
 
 
 def _wide_results(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
     name, params = name_of(eqn), dict(params_of(eqn))
     if name in (*JIT, *REMAT):
         return _widened(params["jaxpr"], dtype, operands)
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        return _wide_custom(eqn, dtype, operands)
     if name == "reduce_precision":
         return operands
     if name in _OWN_DTYPE or name.startswith("normfuse") or "callback" in name:
@@ -275,33 +274,3 @@ def _as_it_is(eqn: Any, *operands: Any) -> list[Any]:
     avals = [v.aval for v in eqn.invars]
     cast = lambda x, a: lax.convert_element_type(x, a.dtype) if _has_floats(a) else x
     return results_of(eqn, [cast(x, a) for x, a in zip(operands, avals, strict=True)])
-
-
-def _wide_custom(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
-    """Evaluates a function with a derivative of its own: both of them wide."""
-    avals = [v.aval for v in eqn.invars]
-    floats = [i for i, aval in enumerate(avals) if _has_floats(aval)]
-    outs = [i for i, v in enumerate(eqn.outvars) if _has_floats(v.aval)]
-
-    def pulled(operands: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        def of_floats(*given: Any) -> list[Any]:
-            whole = list(operands)
-            for i, x in zip(floats, given, strict=True):
-                whole[i] = x
-            results = results_of(eqn, whole)
-            return [results[i] for i in outs]
-
-        return jax.vjp(of_floats, *[operands[i] for i in floats])[1](list(cotangents))
-
-    @jax.custom_vjp
-    def function(*operands: Any) -> list[Any]:
-        return _widened(params_of(eqn)["call_jaxpr"], dtype, operands)
-
-    def backward(operands: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        backwards = jax.make_jaxpr(pulled)(avals, [eqn.outvars[i].aval for i in outs])
-        given = [*operands, *[cotangents[i] for i in outs]]
-        gradients = dict(zip(floats, _widened(backwards, dtype, given), strict=True))
-        return tuple(gradients.get(i) for i in range(len(avals)))
-
-    function.defvjp(lambda *operands: (function(*operands), operands), backward)
-    return function(*operands)

@@ -3,9 +3,9 @@
 An equation of constants is computed if its primitive has a rule here and its dtypes are booleans,
 NumPy's integers, float16, bfloat16, float32 or float64. Whatever XLA leaves to the implementation
 is unknown: a division by zero, a float out of an integer's range, an integer's least number divided
-by -1, clamps with reversed bounds, the least and the greatest of NaN, a wrapping iota. JAX's own
-evaluation would need a compiled program for each kind of equation (50 ms), and says less: within a
-larger program XLA keeps more digits of bfloat16 than alone.
+by -1, clamps with reversed bounds, the greater of a NaN, a wrapping iota. Sums and other reductions
+have no rule. JAX's own evaluation would need a compiled program for each kind of equation (50 ms),
+and says less: within a larger program XLA keeps more digits of bfloat16 than alone.
 """
 
 import dataclasses
@@ -105,31 +105,20 @@ def evaluated(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> 
     """
     if name not in RULES or name not in _MOVES and not all(o.normal for o in operands):
         return None
-    return _tried(RULES[name], params, out, *operands)
-
-
-def _tried(rule: Callable[..., Known | None], params: Any, out: Any, *operands: Any):
     if not is_supported(out.dtype):
         return None
     try:
         with np.errstate(all="ignore"):
-            found = rule(params, out, *operands)
+            found = RULES[name](params, out, *operands)
     except Exception:  # sizes that are not known, say
         return None
     return None if found is None or found.x.dtype != out.dtype else found
 
 
-def uniform(
-    name: str, params: Mapping[str, Any], out: Any, operands: Any, shape: Any
-) -> Known | None:
-    """Returns the number that all elements of a result are, where the operands are such numbers.
-
-    `shape` is the first operand's.
-    """
-    if name in _LAYOUTS or name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
+def uniform(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> Known | None:
+    """Returns the number that all elements of a result are, where the operands are such numbers."""
+    if name in _LAYOUTS:
         return operands[0]
-    if name == "reduce_sum":
-        return _tried(_repeated, shape, out, operands[0])
     return evaluated(name, params, out, operands) if name in _OF_ELEMENTS else None
 
 
@@ -305,46 +294,6 @@ def _iota(p: Any, out: Any) -> Known | None:
     return Known(np.broadcast_to(x, shape), along.exact)
 
 
-# ---------------------------------------------------------------- many elements in one
-
-
-def _counted(x: Known, total: Any) -> Known | None:
-    """Sums of integers that floats hold: so they hold each sum on the way, in any order."""
-    if not x.exact or not _is_whole(x.x) or not (np.abs(total) <= _DIGITS[x.x.dtype]).all():
-        return None
-    return Known(np.asarray(total).astype(x.x.dtype))
-
-
-def _repeated(shape: Any, out: Any, x: Known) -> Known | None:
-    count = math.prod(shape) // out.size
-    if x.x.dtype.kind in "iu":  # the sum wraps, and so does the product
-        return Known(x.x * np.asarray(count).astype(out.dtype))
-    return _counted(x, np.float64(x.x) * count)
-
-
-def _reduce(name: str, p: Any, out: Any, given: Known) -> Known | None:
-    x, axes = given.x, tuple(map(int, p["axes"]))
-    if not x.size or (x != x).any():  # nothing, or NaN
-        return None
-    if name in ("reduce_sum", "reduce_prod"):
-        if x.dtype.kind in "iu":  # integers wrap, in any order
-            return Known(np.asarray(_REDUCTIONS[name](x, axis=axes, dtype=x.dtype)))
-        if name == "reduce_prod" or x.dtype.kind == "b":
-            return None
-        wide = x.astype(np.float64)
-        small = (np.abs(wide).sum(axes) <= _DIGITS[x.dtype]).all()
-        return _counted(given, wide.sum(axes)) if small else None
-    return Known(np.asarray(_REDUCTIONS[name](x, axis=axes)), given.exact)
-
-
-_REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "reduce_and": np.bitwise_and.reduce,
-    "reduce_max": np.max,
-    "reduce_min": np.min,
-    "reduce_or": np.bitwise_or.reduce,
-    "reduce_prod": np.prod,
-    "reduce_sum": np.sum,
-}
 _layout = lambda move: lambda p, out, given: Known(move(p, given.x), given.exact)
 RULES: dict[str, Callable[..., Known | None]] = {
     "clamp": _clamp,
@@ -356,5 +305,4 @@ RULES: dict[str, Callable[..., Known | None]] = {
 }
 RULES |= {name: _layout(move) for name, move in _LAYOUTS.items()}
 RULES |= {name: functools.partial(_element, name) for name in ELEMENTWISE}
-RULES |= {name: functools.partial(_reduce, name) for name in _REDUCTIONS}
 _OF_ELEMENTS = frozenset((*ELEMENTWISE, "clamp", "convert_element_type", "integer_pow", "select_n"))

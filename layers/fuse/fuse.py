@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from ..core.arguments import Quantization, check_quantization
 from . import attention, dropout, indexing, lookups, losses, norms, products
 from .activations import Activations
-from .closure import Closure, Origin, is_array, kind_of, origins_of, runs_later
+from .closure import Closure, Origin, is_array, origins_of, runs_later
 from .codes import with_codes
 from .program import Program
 from .report import Report, Row
@@ -64,8 +64,8 @@ def fuse(
       must be above it.
 
     Raises:
-      TypeError: if function or report cannot be called, for a function that runs only after its
-        call (a generator, an async function), and for a skip that is no word and no function.
+      TypeError: if function or report cannot be called, for a skip that is no word and no function,
+        and, when it is called, for a function that runs only later (a generator, an async one).
       ValueError: for an unknown quantization, or if the function changes objects in its arguments,
         as nnx modules change their state.
 
@@ -103,7 +103,11 @@ def fuse(
             objects = _objects((args, kwargs))
             results = function(*args, **kwargs)
             if runs_later(results):
-                raise TypeError(f"fuse: {_LATE}, got one that returns {results!r}")
+                getattr(results, "close", int)()
+                raise TypeError(
+                    "fuse: function must compute its results while it is called, got one that "
+                    f"returns {results!r}"
+                )
             results, structure = jax.tree.flatten(results)
             _check_kept(objects, results)
             traced = [*map(is_array, results)]
@@ -127,16 +131,11 @@ def fuse(
     return fused  # pyright: ignore[reportReturnType]
 
 
-_LATE = "function must compute its results while it is called"
-
-
 def check(op: str, function: Any, quantization: Any, report: Any) -> None:
     """Raises an error for arguments of `fuse` that cannot be."""
     for name, value in (("function", function), ("report", report)):
         if not callable(value) and (name == "function" or value is not None):
             raise TypeError(f"{op}: {name} must be a function, got {value!r}")
-    if kind := kind_of(function):
-        raise TypeError(f"{op}: {_LATE}, got {kind}: {function!r}")
     check_quantization(op, quantization)
 
 
@@ -224,11 +223,7 @@ def _computed(
         results, rows[:] = with_codes(again, arrays)
         return results
 
-    try:
-        return _once(run, again, arrays), rows
-    except Exception as error:
-        row = Row(_where(program), "codes", "", f"it could not be replaced: {explained(error)}")
-        return jaxpr_as_fun(again)(*arrays), [row]
+    return _once(run, again, arrays), rows
 
 
 def _once(

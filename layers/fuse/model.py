@@ -149,6 +149,7 @@ _GONE = {  # since version 0.1: what to use in place of a name
     "Einsum": "Flax's, in a function that fuse fuses",
     "LinearGeneral": "Flax's, in a function that fuse fuses",
     "NormDense": "RMSNorm, then Linear or Dense, in a function that fuse fuses",
+    "accumulate_gradients": "normfuse.accumulate_gradients with state= (docs/guides/dense.md)",
     "fuse_norms": "fuse(function, quantization='fp8')",
     "unswap": "the model that was given to swap, which stays as it was",
 }

@@ -125,10 +125,6 @@ class Program:
         """Tells if a jitted function is taken apart."""
         return is_inlined(eqn)
 
-    def bodies_of(self, eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
-        """Yields what `inner_programs` does."""
-        return inner_programs(eqn, ins)
-
     def _new(self, aval: Any) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
@@ -213,7 +209,7 @@ class Program:
             self.equations[-1].outs[:] = equation.outs
         if name not in _WITH_BODIES or self._shadow:
             return equation.outs
-        for key, place, closed, kept in self.bodies_of(eqn, ins):
+        for key, place, closed, kept in inner_programs(eqn, ins):
             constant = [k and v in self._consts for v, k in kept]
             known = [
                 functools.partial(self.known, v) if c else None for c, (v, _) in zip(constant, kept)
@@ -332,8 +328,7 @@ class Program:
         if not out.size:
             return None
         operands = [self._uniform.get(v) for v in equation.ins]
-        shape = self.avals[equation.ins[0]].shape
-        return uniform(equation.name, equation.params, out, operands, shape)
+        return uniform(equation.name, equation.params, out, operands)
 
     def made(self, v: int) -> tuple[Any, str]:
         """Returns the equation that makes a value, and its name; (None, "") of operands."""
@@ -529,14 +524,12 @@ def is_inlined(eqn: Any) -> bool:
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 
 
-def inner_programs(
-    eqn: Any, ins: Sequence[int], differentiated: bool = False
-) -> Iterator[tuple[str, int, Any, list[Any]]]:
+def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
     """Yields (parameter, place, program, operands) of the bodies in which parts may be replaced.
 
     Each operand is (value, whether it has that value all the time); a loop's slices have not, yet
-    they are parts of that value. What a loop carries is (-1, False). What a gradient
-    computes again is a body only if `differentiated`.
+    they are parts of that value. What a loop carries is (-1, False). What a gradient computes again
+    is none.
     """
     name, params = name_of(eqn), params_of(eqn)
     whole = [(v, True) for v in ins]
@@ -552,15 +545,10 @@ def inner_programs(
     elif name == "cond":
         for i, branch in enumerate(params["branches"]):
             yield "branches", i, branch, whole[1:]
-    elif name in REMAT and (differentiated or not params["differentiated"]):
+    elif name in REMAT and not params["differentiated"]:
         yield "jaxpr", 0, ClosedJaxpr(params["jaxpr"], ()), whole
     elif name == "shard_map":
-        yield (
-            "jaxpr",
-            0,
-            ClosedJaxpr(params["jaxpr"], ()),
-            [(v, False) for v in ins],
-        )
+        yield "jaxpr", 0, ClosedJaxpr(params["jaxpr"], ()), [(v, False) for v in ins]
     elif name in JIT:
         yield "jaxpr", 0, params["jaxpr"], whole
 

@@ -129,6 +129,7 @@ def fitted(y: Any, aval: Any) -> Any:
 
 def explained(error: Exception) -> str:
     """Returns the reason that a row gives for an error."""
+    error = error.error if isinstance(error, SiteFailed) else error
     text = str(error).strip().splitlines()
     return (
         text[0][:200]

@@ -339,7 +339,7 @@ def call(op: Op, norm: Norm, operands: list[Array], implementation: Implementati
     if norm.has_residual and not any(jax.typeof(x).sharding.spec):
         lead = match(lead, others[0], own)
     operands = [lead, *[match(a, lead, d) for a, d in zip(others, dims, strict=True)]]
-    order = order_of(implementation)
+    order = order_of(norm.op, implementation)
     return op.plain(norm, *operands) if order is None else op(norm, *operands, order=order)
 
 

@@ -317,15 +317,9 @@ async def both(x):
 @pytest.mark.parametrize("function", [coroutine, generator, both])
 @pytest.mark.parametrize("fuse", [fuse, ours_nnx.fuse], ids=["fuse", "nnx.fuse"])
 def test_functions_that_run_later_are_refused(function, fuse):
-    message = (
-        "fuse: function must compute its results while it is called, got an? .*generator|async"
-    )
-    with pytest.raises(TypeError, match=message):
-        fuse(function)
-    with pytest.raises(TypeError, match=message):
-        fuse(functools.partial(function))
-    with pytest.raises(TypeError, match="while it is called, got one that returns <"):
-        Fused(lambda x: [call := function(x), getattr(call, "close", int)()][0])(Q)
+    for one in (function, functools.partial(function)):
+        with pytest.raises(TypeError, match="while it is called, got one that returns <"):
+            fuse(one)(Q)
 
 
 def test_threads_call_one_fused_function():

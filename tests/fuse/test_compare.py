@@ -104,10 +104,6 @@ def test_derivatives_that_functions_define_themselves_hold_in_the_reference():
     found = errors(normfuse.compare(loss, draw(0, 8), draw(1, 8, dtype=bf16)))
     assert all(theirs < 1e-2 for theirs, _ in found.values()), found
 
-    alone = lambda x: bounded(x, jnp.arange(8) < 4).astype(f32).sum()
-    found = errors(normfuse.compare(alone, draw(0, 8)))
-    assert found["value"][0] > 1e-5  # it rounds in theirs, and not in the reference
-
 
 def test_it_sees_what_is_wrong(monkeypatch):
     """`ours` comes from `fuse`, with the options given, and is compared with the right values."""

@@ -153,25 +153,6 @@ CONSTANTS = {  # a function of nothing, and what is known of its result
         lambda: lax.clamp(np.array(False), lax.gt(ONES, 2 * ONES), np.array(True)),
         UNKNOWN,
     ),
-    "a sum of integers that wraps": (
-        lambda: lax.reduce(np.ones(300, np.int8), np.int8(0), lax.add, (0,)),
-        EXACT,
-    ),
-    "a sum of 256 in bfloat16": (
-        lambda: lax.reduce(jnp.ones(256, jnp.bfloat16), np.array(0, jnp.bfloat16), lax.add, (0,)),
-        EXACT,
-    ),
-    "a sum of 300 in bfloat16": (
-        lambda: lax.reduce(jnp.ones(300, jnp.bfloat16), np.array(0, jnp.bfloat16), lax.add, (0,)),
-        UNKNOWN,
-    ),
-    "a sum that is rounded on the way": (
-        lambda: lax.reduce(
-            np.array([255, 2, -100], jnp.bfloat16), np.array(0, jnp.bfloat16), lax.add, (0,)
-        ),
-        UNKNOWN,
-    ),
-    "the largest of nothing": (lambda: jnp.max(jnp.zeros((0, 2)), 0, initial=-1.0), UNKNOWN),
 }
 
 

@@ -304,9 +304,26 @@ def equinox_with_state():
     return model, (held, jax.random.key(2)), loss
 
 
-@pytest.mark.parametrize("make", [linen_with_state, equinox_with_state])
+def nnx_with_state():
+    """Its split model, as the guide has it."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(DIM, DIM, rngs=rngs),
+        nnx.BatchNorm(DIM, momentum=0.5, rngs=rngs),
+        nnx.Dropout(0.5, rngs=rngs),
+    )
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, x, rest):
+        model = nnx.merge(graph, params, rest, copy=True)
+        return jnp.mean(model(x) ** 2), nnx.state(model, nnx.Not(nnx.Param))
+
+    return params, rest, loss
+
+
+@pytest.mark.parametrize("make", [linen_with_state, equinox_with_state, nnx_with_state])
 def test_state_goes_from_one_microbatch_to_the_next(rng, make):
-    """Linen's collections, Equinox's state and keys: as in a loop in Python."""
+    """Linen's collections, Equinox's state, nnx's Variables and keys: as in a loop in Python."""
     params, state, loss = make()
     xs = jnp.asarray(rng.standard_normal((COUNT, 6, DIM)), f32)
     with_aux = lambda p, x, s: (loss(p, x, s)[0], x[0, 0], loss(p, x, s)[1])
@@ -445,3 +462,11 @@ def test_rows_that_replicas_do_not_divide(eight_devices):
             accumulate_gradients(
                 lambda p, x: jnp.sum(x @ p), jnp.ones((2, 1)), jnp.ones((4, 3, 2)), replicas="data"
             )
+
+
+@pytest.mark.parametrize("of", [lambda m: m, nnx.state, lambda m: {"model": [nnx.state(m)]}])
+def test_variables_that_are_no_parameters_are_refused(of):
+    """They would be parameters: each microbatch would begin with the same."""
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"is a RngCount.* give the rest as state="):
+        accumulate_gradients(lambda p, x: 0.0, of(model), jnp.ones((4, 3)))

@@ -125,6 +125,9 @@ ANY = [  # every operation takes these
     ({"dtype": 3}, TypeError, "dtype must be .*got 3"),
 ]
 SOME = [
+    ("linear_cross_entropy", {"with_lse": 3}, TypeError, "with_lse must be True or False, got 3"),
+    ("rms_norm", {"implementation": "cuda"}, ValueError, "^rms_norm: implementation must name"),
+    ("attention", {"implementation": "cuda"}, ValueError, "^attention: implementation must name"),
     ("linear_cross_entropy", {"contract": 1.0}, ValueError, "contract must be 0, .* got 1.0"),
     ("linear_cross_entropy", {"logits_dtype": "int32"}, TypeError, "logits_dtype must .*got int32"),
 ]
