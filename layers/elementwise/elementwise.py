@@ -100,6 +100,7 @@ class Elementwise:
         implementation: Implementation,
         scalars: dict[str, Any],
     ):
+        self._made_of = source, name, derivative, definition, dtype, implementation, scalars
         self.source, self.scalars, self._implementation = source, scalars, implementation
         self._signature = signature = find(source, name)
         self.name = self.__name__ = signature.name
@@ -109,10 +110,17 @@ class Elementwise:
         self.__doc__ = f"{self.name}({', '.join(self._signature.parameters)}), in C++."
         for scalar, value in scalars.items():
             self._scalar(scalar, value, ())
+        self._identity = self._function, self._dtype, repr((implementation, scalars))
 
-    def __deepcopy__(self, memo: Any) -> "Elementwise":
-        """Returns itself, as of any function: a copied model compiles nothing."""
-        return self
+    def __reduce__(self) -> Any:
+        return Elementwise, self._made_of
+
+    def __eq__(self, other: Any) -> bool:
+        """Ops of the same texts, Python functions and options are equal."""
+        return isinstance(other, Elementwise) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
 
     def __repr__(self) -> str:
         scalars = "".join(f", {k}={v!r}" for k, v in self.scalars.items())

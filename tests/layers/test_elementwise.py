@@ -1,6 +1,7 @@
 """Element-wise ops from C++: values in every dtype, broadcasting, scalars, caches and mistakes."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -224,9 +225,31 @@ def test_as_the_activation_of_dense(rng):
     )
 
 
-def test_a_copy_is_the_op_itself():
-    """A copied model has the structure of the model, and compiles nothing."""
-    assert copy.deepcopy({"activation": squared})["activation"] is squared
+def plain_gated(x, g, limit):
+    return twin(x, g, limit)
+
+
+def test_copies_are_equal():
+    """By their texts and options, so that a copied model compiles nothing and has its structure."""
+    options = {"derivative": {"x": "T(1)"}, "definition": plain_gated, "dtype": "float32"}
+    make = lambda limit=1.0, **changed: elementwise(cases.GATED, limit=limit, **options | changed)
+    op, x = make(), jnp.ones(3)
+    for same in (make(), copy.copy(op), copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert same == op and hash(same) == hash(op) and same is not op
+    for other in (
+        make(limit=2.0),
+        make(derivative={"x": "T(2)"}),
+        make(definition=lambda x, g, limit: x),
+        make(dtype="float16"),
+        make(implementation="native"),
+        elementwise(cases.GATED.replace("x < limit", "x <= limit"), limit=1.0, **options),
+    ):
+        assert other != op
+    assert op != 3 and make(limit=float("nan")) == make(limit=float("nan"))
+    run = jax.jit(lambda op, x: jax.grad(lambda x: op(x, 2.0).sum())(x), static_argnums=0)
+    for one in (op, copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        np.testing.assert_array_equal(run(one, x), 1)
+    assert run._cache_size() == 1
 
 
 def test_helpers_are_any_cplusplus():
