@@ -107,7 +107,7 @@ def accumulate_gradients(
                 "first axis of batches must be of microbatches"
             )
             raise
-        return loss_aux_state(result, has_aux, given[1:])
+        return _loss_aux_state(result, has_aux, given[1:])
 
     gradient = _gradient(whole_loss, [leaves[i] for i in chosen])
     split: Any = None if parts == 1 else replicas
@@ -115,7 +115,7 @@ def accumulate_gradients(
         rows = lambda a: jnp.reshape(a, (count, parts, a.shape[1] // parts, *a.shape[2:]))
         batches = jax.tree.map(lambda a: _placed(rows(a), None, None, split), batches)
         gradient = jax.vmap(gradient, spmd_axis_name=split)
-    listed = [None] * len(leaves) if specs is None else specs_of(specs, structure)
+    listed = [None] * len(leaves) if specs is None else _specs_of(specs, structure)
     lead = () if split is None else (split,)
 
     def batch_at(i: Any) -> Any:
@@ -168,7 +168,7 @@ def _gradient(
     return gradient
 
 
-def specs_of(specs: Any, structure: Any) -> list[P | None]:
+def _specs_of(specs: Any, structure: Any) -> list[P | None]:
     try:
         listed = structure.flatten_up_to(specs)
     except ValueError as error:
@@ -180,7 +180,7 @@ def specs_of(specs: Any, structure: Any) -> list[P | None]:
     return listed
 
 
-def loss_aux_state(result: Any, has_aux: bool, held: Sequence[Any] = ()) -> tuple[Array, Any]:
+def _loss_aux_state(result: Any, has_aux: bool, held: Sequence[Any]) -> tuple[Array, Any]:
     """Returns the loss, and (auxiliary outputs, state), from the result of a loss function.
 
     Args:

@@ -70,6 +70,16 @@ def params_of(eqn: Any) -> Mapping[str, Any]:
     return params | {"differentiated": False}
 
 
+def named(jaxpr: Any) -> list[tuple[Any, str, Mapping[str, Any]]]:
+    """Returns each equation with what `name_of` and `params_of` return of it."""
+    return [
+        (eqn, name_of(eqn), params_of(eqn))
+        if "_prim" in eqn.params
+        else (eqn, eqn.primitive.name, eqn.params)
+        for eqn in jaxpr.eqns
+    ]
+
+
 KERNELS = "ffi_call", "pallas_call", "custom_partitioning"
 """Equations that call code compiled for their operands' dtypes."""
 

@@ -748,7 +748,7 @@ MUTANTS = [
         "layers/fuse/program.py",
         "self.made_of[v] = frozenset([self.origins[v]])",
         "self.made_of[v] = frozenset()",
-        "tests/fuse/test_idioms.py::test_idioms_in_fp8[closed_over_as_arrays-linen]",
+        "tests/fuse/test_idioms.py::test_idioms_in_fp8[closed_over_as_arrays-equinox]",
     ),
     Mutant(
         "layers/fuse/fuse.py",

@@ -118,7 +118,7 @@ class Activations:
     def _apply(self, made: Equation) -> None:
         if (
             len(made.outs) != 1
-            or made.name not in _READ
+            or made.name not in READ
             and made.outs[0] not in self.program.shadows
         ):
             return
@@ -241,7 +241,7 @@ def known() -> dict[str, Terms]:
 
 _KNOWN: dict[str, Terms] = {}
 _FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max normfuse_epilogue tanh".split())
-_READ = frozenset(
+READ = frozenset(
     "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg "
     "normfuse_epilogue pcast pow pvary square sub tanh".split()
 )

@@ -1,7 +1,6 @@
 """`fuse`: one line that puts fused operations into anybody's function, proved by its equations."""
 
 import collections
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,11 +13,13 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
 from . import attention, dropout, indexing, lookups, losses, norms, products
+from .activations import READ as ACTIVATIONS
 from .activations import Activations
 from .closure import Closure, Origin, is_array, origins_of, runs_later
 from .codes import with_codes
 from .program import Program
 from .report import Report, Row
+from .scores import RULES as SCORES
 from .scores import ScoreForms
 from .sites import Site, Theirs, explained
 
@@ -253,24 +254,7 @@ Planned = list[tuple[Program, Site | None, Row]]
 
 def plan(program: Program, quantization: Quantization, skip: Skip) -> Planned:
     """Chooses the sites of a program and of the bodies within it; returns the report's rows."""
-    rows: Planned = []
-    for each in program.all_programs():
-        try:
-            rows += _planned(each, quantization, skip)
-        except Theirs:
-            raise
-        except Exception as error:
-            each.sites.clear()
-            row = Row(_where(each), f"program{each.within}", "", _UNREAD + explained(error))
-            rows.append((each, None, row))
-    return rows
-
-
-def _where(program: Program) -> str:
-    """Returns the last line of a program."""
-    with contextlib.suppress(Exception):
-        return program.line([v for equation in program.equations for v in equation.outs][-1])
-    return "an unknown line"
+    return [row for g in program.all_programs() for row in _planned(g, quantization, skip)]
 
 
 def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
@@ -317,8 +301,11 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
     left: list[Any] = []
     scores, parts = ScoreForms(program), norms.Norms(program)
     activations = Activations(program)
+    read = (scores, SCORES), (parts, norms.RULES), (activations, ACTIVATIONS)
     for equation in program.equations:
-        for domain in (scores, parts, activations):
+        for domain, names in read:
+            if equation.name not in names:
+                continue
             try:
                 domain.read(equation)
             except Exception as error:  # equations that cannot be read stay

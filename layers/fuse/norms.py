@@ -37,11 +37,10 @@ from .sites import Left, Site, at_ends, called
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """a · w + b of an array w that lacks rows of x."""
+    """w + b of an array w that lacks rows of x."""
 
     value: int
     dims: Dims
-    a: float = 1.0
     b: float = 0.0
 
 
@@ -74,10 +73,6 @@ class Part:
     rounded: Any = None
     value: int = -1  # the sum behind a stat
 
-    @property
-    def is_norm(self) -> bool:
-        return self.kind == "norm"
-
 
 class Norms:
     """The Parts of a program's values."""
@@ -103,7 +98,7 @@ class Norms:
 
     def read(self, made: Equation) -> None:
         """Finds the Part of an equation's result, unless `part` will by looking back."""
-        if made.name not in RULES or len(made.outs) != 1:
+        if len(made.outs) != 1:
             return
         kinds = {part.kind for v in made.ins if (part := self.of.get(v)) is not None}
         starts = made.name in STARTS
@@ -153,27 +148,19 @@ class Norms:
         return () if stat is None else (stat.value,)
 
     def vector(self, v: int, dims: Dims) -> Vector:
-        """Returns an array as a · w + b, with w as far back as it is only laid out anew."""
-        g, a, b = self.program, 1.0, 0.0
+        """Returns an array as w + b, with w as far back as it is only laid out anew."""
+        g, b = self.program, 0.0
         dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
         while (made := g.maker.get(v)) is not None and made.ins:
-            source, back, shape = made.ins[0], None, g.avals[v].shape
-            if made.name in ("add", "mul", "sub", "div") and len(made.ins) == 2:
+            source, back, more, shape = made.ins[0], None, 0.0, g.avals[v].shape
+            if made.name == "add":
                 numbers = [g.number(u) for u in made.ins]
-                first = numbers[1] is None
-                n = numbers[0] if first else numbers[1]
-                if n is None or None not in numbers or first and made.name in ("sub", "div"):
-                    break
                 if g.avals[v].dtype.itemsize < 4:  # 1 + w is rounded to bfloat16 there
                     break
-                source = made.ins[1] if first else made.ins[0]
-                if g.avals[source].shape != shape or made.name == "mul" and n == 0:
-                    break
-                if made.name in ("add", "sub"):  # a·(u + n) + b
-                    b += a * (n if made.name == "add" else -n)
-                else:
-                    a *= n if made.name == "mul" else 1 / n
-                back = dims
+                if numbers.count(None) == 1:
+                    i = numbers.index(None)
+                    source, more = made.ins[i], numbers[1 - i] or 0.0
+                    back = dims if g.avals[source].shape == shape else None
             elif made.name == "convert_element_type":
                 dtypes = g.avals[source].dtype, g.avals[v].dtype
                 floating = all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
@@ -182,8 +169,8 @@ class Norms:
                 back = moved_back(made, dims, g.avals[source].shape, shape)
             if back is None:
                 break
-            v, dims = source, tuple(back)
-        return Vector(v, expanded(dims), a, b)
+            v, dims, b = source, tuple(back), b + more
+        return Vector(v, expanded(dims), b)
 
 
 # ---------------------------------------------------------------- one rule for each primitive
@@ -524,8 +511,8 @@ class Normed(Site):
         w = arrange(read(vector.value), vector.dims, [*rows, self.features])
         w = jnp.expand_dims(w, range(self.examples, n)) if self.examples else w
         offset = 0.0 if vector is self.part.scale else vector.b
-        if vector.a != 1 or offset:  # they computed it in float32 or wider
-            w = w.astype(jnp.promote_types(w.dtype, jnp.float32)) * vector.a + offset
+        if offset:  # they computed it in float32 or wider
+            w = w.astype(jnp.promote_types(w.dtype, jnp.float32)) + offset
         return w
 
 
@@ -559,13 +546,14 @@ def joined(g: Program, made: Equation) -> Joined | None:
     )
 
 
-def site_of(norms: Norms, value: int, part: Part) -> Normed:
-    """Returns what computes a norm's result.
+def site_of(norms: Norms, value: int, taken: set[int]) -> Normed:
+    """Returns what computes a norm's result, with the sum before it unless that is `taken`.
 
     Raises:
       Left: where it has to stay as it is, with the reason.
     """
-    g, stat = norms.program, part.stat
+    g, part = norms.program, norms.of[value]
+    stat = part.stat
     assert stat is not None
     if stat.p != -0.5:
         raise Left(f"it is multiplied by the power {stat.p:g} of a sum of squares")
@@ -576,10 +564,10 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         raise Left("a negative eps")
     x_aval, aval = g.avals[part.x], g.avals[value]
     x_dims = norms.of[part.x].dims
-    everything = [l for l in atoms(x_dims)]
+    everything = atoms(x_dims)
     if set(atoms(part.dims)) != set(everything) or len(atoms(part.dims)) != len(everything):
         raise Left("its result is not laid out as x")
-    if any(x_aval.dtype == d for d in (jnp.float64,)) and aval.dtype != x_aval.dtype:
+    if x_aval.dtype == jnp.float64 != aval.dtype:
         raise Left("float64 is rounded")
     features = tuple(l for l in everything if l in part.axis)
     if set(features) != set(part.axis):
@@ -588,29 +576,21 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
     rows = [r for r in rows if r]
     examples = 0
     vectors = [v for v in (part.scale, part.bias) if v is not None]
-    own = [tuple(l for l in atoms(v.dims) if l not in part.axis) for v in vectors]
+    own = {frozenset(atoms(v.dims)) - part.axis for v in vectors}
     if any(own):
-        labels = {frozenset(o) for o in own if o}
-        if len(labels) > 1:
+        if len(own) > 1:
             raise Left("its scale and its shift differ along different dimensions")
-        (which,) = labels
-        split = [[l] for r in rows for l in r]
-        count = len(which)
-        if {l for (l,) in split[:count]} != which or count == len(split):
+        (which,), split = own, [l for r in rows for l in r]
+        examples = len(which)
+        if {*split[:examples]} != which or examples == len(split):
             raise Left("its scale differs along dimensions that are not the first")
-        rows, examples = [tuple(r) for r in split], count
-        if not all(own):
-            raise Left("a scale of each example and a shift of all")
-    if part.scale is not None and part.scale.a != 1 and part.scale.b != 0:
-        raise Left("its scale is multiplied by a number, and another is added")
+        rows = [(l,) for l in split]
     if part.rounded is not None and part.scale is not None:
-        if part.centred or part.bias is not None or part.rounded != aval.dtype:
-            if part.rounded != aval.dtype:
-                raise Left("it is rounded before its scale, to another dtype than its result's")
+        if part.rounded != aval.dtype:
+            raise Left("it is rounded before its scale, to another dtype than its result's")
+        if part.centred or part.bias is not None or examples:
             part = replace(part, rounded=None)
-    if examples and part.rounded is not None:
-        part = replace(part, rounded=None)
-    added = _added(g, part.x)
+    added = (part.x,) if part.x in taken else _added(g, part.x)
     outs = (value,) if len(added) == 1 else (value, part.x)
     name = "layer_norm" if part.centred else "rms_norm"
     owner = ", with examples" if examples else ""
@@ -638,13 +618,9 @@ def _added(g: Program, x: int) -> tuple[int, ...]:
     made = g.maker.get(x)
     if made is None or made.name not in ("add", "add_any"):
         return (x,)
-    avals = [g.avals[v] for v in made.ins]
-    same = all(a.shape == g.avals[x].shape and a.dtype == g.avals[x].dtype for a in avals)
-    if (
-        not same
-        or any(g.number(v) is not None for v in made.ins)
-        or g.avals[x].dtype == jnp.float64
-    ):
+    aval, kinds = g.avals[x], [(g.avals[v].shape, g.avals[v].dtype) for v in made.ins]
+    numbers = any(g.number(v) is not None for v in made.ins)
+    if {*kinds} != {(aval.shape, aval.dtype)} or numbers or aval.dtype == jnp.float64:
         return (x,)
     return tuple(made.ins)
 
@@ -656,17 +632,12 @@ def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
     def site(value: int) -> Normed:
         if norms.program.maker[value].name in LAYOUT:
             raise Left  # it only lays a norm's result out anew
-        site = site_of(norms, value, norms.of[value])
-        if site.outs[1:] and site.outs[1] in taken:  # another norm has the sum already
-            site = replace(site, outs=site.outs[:1], added=(site.part.x,))
-            vectors = [v.value for v in (site.part.scale, site.part.bias) if v is not None]
-            site.reads = tuple(dict.fromkeys([site.part.x, *vectors]))
-            site.served = site.served.replace(RESIDUAL, "")
+        site = site_of(norms, value, taken)
         taken.update(site.outs)
         return site
 
-    norm = lambda v: norms.of[v].x if v in norms.of and norms.of[v].is_norm else None
-    yield from at_ends(norms.program, norms.of, norm, site)
+    chains = {v: part.x for v, part in norms.of.items() if part.kind == "norm"}
+    yield from at_ends(norms.program, chains, site)
     for made in norms.program.equations:
         if made.eqn.primitive is op.forward.primitive and made.ins[0] not in taken:
             if (one := joined(norms.program, made)) is not None:

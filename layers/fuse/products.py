@@ -7,7 +7,6 @@ computes the hidden array again in the backward.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -108,13 +107,6 @@ class Matrix:
         return arrange(y, labels, self.dims).astype(aval.dtype)
 
 
-def _products_in(program: Program) -> Iterator[Equation]:
-    """Yields the products, and those of `dense`, but not those within other calls."""
-    for equation in program.equations:
-        if equation.name == "dot_general" and not program.is_within(equation.outs[0]):
-            yield equation
-
-
 class Products:
     """The products of a program with parameters."""
 
@@ -127,7 +119,9 @@ class Products:
         self.softmaxed = set(softmaxed)  # products whose results a softmax or a loss reads
         self.matrices: list[Matrix] = []
         self.left: list[tuple[int, str]] = []
-        for equation in _products_in(program):
+        for equation in program.equations:
+            if equation.name != "dot_general" or program.is_within(equation.outs[0]):
+                continue  # products within other calls are not evaluated
             try:
                 self.matrices.append(self._matrix(equation))
             except Left as reason:
@@ -156,36 +150,26 @@ class Products:
         out_dims = (*rest[0], *rest[1])
         x = self.peeled(made.ins[x_side], dims[x_side], casts=False)
         kernel = self.peeled(made.ins[which], dims[which], casts=True)
-        features = [l for i in contract[x_side] for l in expand(dims[x_side][i])]
-        have = atoms(kernel[1])
-        features = [l for l in have if l in features]  # in the order that the kernel has them
-        columns = [l for l in have if l not in features]
-        rows = [l for d in rest[x_side] for l in expand(d)]
-        if (
-            {*features, *rows} != set(atoms(x[1]))
-            or len(have) != len({*have})
-            or not features
-            or not columns
-        ):
+        summed = {l for i in contract[x_side] for l in expand(dims[x_side][i])}
+        have, labels = atoms(kernel[1]), atoms(x[1])
+        features = tuple(l for l in have if l in summed)  # in the order that the kernel has them
+        columns = tuple(l for l in have if l not in summed)
+        rows, others = ({l for d in rest[i] for l in expand(d)} for i in (x_side, which))
+        complete = {*features, *rows} == {*labels} and {*columns} == others
+        if not complete or len(have) != len({*have}) or not features or not columns:
             raise Left("")
-        if {*columns} != {l for d in rest[which] for l in expand(d)}:
-            raise Left("")
-        transposed = list(have) == [*columns, *features] and columns != []
-        dtype = functools.reduce(jnp.promote_types, dtypes)
-        rows = [l for l in atoms(x[1]) if l not in features]
-        value = made.outs[0]
         return Matrix(
             made,
-            value,
-            made.ins[x_side],
-            x,
-            kernel,
-            tuple(rows),
-            tuple(features),
-            tuple(columns),
-            transposed,
-            dtype,
-            out_dims,
+            made.outs[0],
+            given=made.ins[x_side],
+            x=x,
+            kernel=kernel,
+            rows=tuple(l for l in labels if l not in features),
+            features=features,
+            columns=columns,
+            transposed=tuple(have) == (*columns, *features),
+            dtype=jnp.promote_types(*dtypes),
+            dims=out_dims,
         )
 
     def _kernel_side(self, made: Equation) -> int:

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
-from ...native.jaxpr import JIT, REMAT, line_of, name_of, params_of, rebuilt, results_of
+from ...native.jaxpr import JIT, REMAT, line_of, named, rebuilt, results_of
 from ..dense.matmul import product_p, shared
 from .calls import CALLS, inside_of
 from .closure import UNKNOWN, Origin
@@ -33,7 +33,7 @@ class Equation:
     """An equation whose operands and results are numbers of values.
 
     Attributes:
-      name: that of its primitive; it is asked for far more often than equations are read.
+      name, params: its primitive's, or those of the one that JAX's next replaces.
       ins: its operands as rules read them, all of the result's shape where it is element-wise.
       operands: those that it is evaluated with, which JAX may broadcast.
       scope: the named scopes around it, those of the jitted functions that it was taken out of too.
@@ -41,15 +41,12 @@ class Equation:
 
     eqn: Any
     name: str
+    params: Mapping[str, Any]
     index: int
     ins: list[int]
     operands: list[int]
     scope: Any
     outs: list[int] = dataclasses.field(default_factory=list)
-
-    @functools.cached_property
-    def params(self) -> Mapping[str, Any]:
-        return params_of(self.eqn)
 
 
 @dataclasses.dataclass(eq=False)
@@ -148,21 +145,22 @@ class Program:
         """Takes a program's equations over; returns the values that are its results."""
         env = dict(zip(jaxpr.invars, ins, strict=True))
         env |= {v: self._literal(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-        for eqn in jaxpr.eqns:
+        for eqn, name, params in named(jaxpr):
             operands = [self._literal(a.val) if hasattr(a, "val") else env[a] for a in eqn.invars]
             within = eqn.source_info.name_stack
             if scope is not None:
                 within = scope + within if within.stack else scope
-            if eqn.primitive.name in JIT and self.inlines(eqn):
+            if name in JIT and self.inlines(eqn):
                 inner = eqn.params["jaxpr"]
                 outs = self._add(inner.jaxpr, inner.consts, operands, within)
             else:
-                outs = self._equation(eqn, operands, within)
+                outs = self._equation(eqn, name, params, operands, within)
             env |= zip(eqn.outvars, outs, strict=True)
         return [self._literal(a.val) if hasattr(a, "val") else env[a] for a in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
-        name = name_of(eqn)
+    def _equation(
+        self, eqn: Any, name: str, params: Mapping[str, Any], ins: list[int], scope: Any
+    ) -> list[int]:
         if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
             which = self.number(ins[0])
             if (
@@ -175,7 +173,7 @@ class Program:
         if self._shadow and name in _OF_OUR_PRODUCTS:
             return ins
         operands, ins = ins, self._broadcast(eqn, name, ins, scope)
-        equation = Equation(eqn, name, len(self.equations), ins, operands, scope)
+        equation = Equation(eqn, name, params, len(self.equations), ins, operands, scope)
         if not eqn.effects and name not in _NEVER_MERGED:
             with contextlib.suppress(TypeError):  # parameters that cannot be hashed
                 key = self._shadow, eqn.primitive.name, *operands, frozenset(eqn.params.items())
@@ -209,7 +207,7 @@ class Program:
             self.equations[-1].outs[:] = equation.outs
         if name not in _WITH_BODIES or self._shadow:
             return equation.outs
-        for key, place, closed, kept in inner_programs(eqn, ins):
+        for key, place, closed, kept in inner_programs(name, params, ins):
             constant = [k and v in self._consts for v, k in kept]
             known = [
                 functools.partial(self.known, v) if c else None for c, (v, _) in zip(constant, kept)
@@ -271,7 +269,7 @@ class Program:
                 invars=[eqn.invars[i]],
                 outvars=[result],
             )
-            (whole[i],) = self._equation(explicit, [v], scope)
+            (whole[i],) = self._equation(explicit, "broadcast_in_dim", params, [v], scope)
         return whole
 
     # ---------------------------------------------------------------- constants
@@ -524,14 +522,15 @@ def is_inlined(eqn: Any) -> bool:
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 
 
-def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
+def inner_programs(
+    name: str, params: Mapping[str, Any], ins: Sequence[int]
+) -> Iterator[tuple[str, int, Any, list[Any]]]:
     """Yields (parameter, place, program, operands) of the bodies in which parts may be replaced.
 
     Each operand is (value, whether it has that value all the time); a loop's slices have not, yet
     they are parts of that value. What a loop carries is (-1, False). What a gradient computes again
     is none.
     """
-    name, params = name_of(eqn), params_of(eqn)
     whole = [(v, True) for v in ins]
     if name == "scan":
         count, carried = jax_private.scan_counts(params, len(ins))

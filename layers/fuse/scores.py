@@ -67,14 +67,9 @@ class ScoreForms:
 
     def ends(self, kind: str, site_of: Any) -> Iterator[Site | tuple[int, str]]:
         """Yields what `at_ends` does of the Forms that have the property `kind`."""
-
-        def chain(v: int) -> Any:
-            form = self.of.get(v)
-            if form is None or not getattr(form, kind):
-                return None
-            return ((m := form.mixed) and m.product,)
-
-        return at_ends(self.program, self.of, chain, lambda v: site_of(self, v, self.of[v]))
+        forms = {v: form for v, form in self.of.items() if getattr(form, kind)}
+        chains = {v: ((m := form.mixed) and m.product,) for v, form in forms.items()}
+        return at_ends(self.program, chains, lambda v: site_of(self, v, self.of[v]))
 
     def made_of(self, v: int) -> tuple[int, ...]:
         """Returns the product that a value is made of."""

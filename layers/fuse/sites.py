@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,7 @@ class Left(Exception):
 
 
 def at_ends(
-    program: Any,
-    values: Iterable[int],
-    chain: Callable[[int], Any],
-    site_of: Callable[[int], Any],
+    program: Any, chains: Mapping[int, Any], site_of: Callable[[int], Any]
 ) -> Iterator[Any]:
     """Yields a site for each value at the end of a chain, where something else reads it.
 
@@ -27,12 +24,11 @@ def at_ends(
 
     Args:
       program: theirs.
-      values: those that have been found, in the program's order.
-      chain: the same for all values of a chain; None for a value of none.
+      chains: by value, in the program's order, what is the same for all values of its chain.
       site_of: raises Left, without a reason for a value that is never a site itself.
     """
-    results, done = set(program.results), set()
-    for value in [v for v in values if chain(v) is not None][::-1]:
+    results, done, chain = set(program.results), set(), chains.get
+    for value in [*chains][::-1]:
         readers = program.readers.get(value, ())
         if value not in results and len(readers) == 1 and chain(readers[0].outs[0]) == chain(value):
             continue

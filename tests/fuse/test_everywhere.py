@@ -549,20 +549,6 @@ def test_references(args):
     assert_same(jax.jit(Fused(counted))(*args), jax.jit(counted)(*args))
 
 
-def test_donation(args):
-    def step(params, x, y):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x, y))
-
-    def fused_step(params, x, y):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(Fused(loss))(params, x, y))
-
-    want = jax.jit(step)(*args)
-    given = jax.tree.map(jnp.copy, args[0])
-    got = jax.jit(fused_step, donate_argnums=0)(given, *args[1:])
-    assert_same(got, want)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-
-
 # ---------------------------------------------------------------- JAX's other tools
 
 
@@ -730,14 +716,6 @@ def test_an_error_of_the_function(args):
     assert caught.value.__cause__ is None
 
 
-def test_values_are_needed(args):
-    def branching(params, x, y):
-        return loss(params, x, y) if x.sum() > 0 else 0.0
-
-    with pytest.raises(jax.errors.ConcretizationTypeError):
-        Fused(branching)(*args)
-
-
 def test_what_cannot_be_read_is_said(args, monkeypatch):
     """Though something else serves the value that the program ends with."""
 
@@ -762,18 +740,15 @@ def test_gradients_within(args):
     assert "fuse the loss that you differentiate" in str(fused)
 
 
-def test_skip_by_scope(args):
-    fused = Fused(loss, skip="attend")
-    assert_same(jax.jit(fused)(*args), jax.jit(loss)(*args))
-    assert_served(fused, attention=0, loss=1)
-    reasons = [row.reason for row in fused.rows if row.what.startswith("attention")]
-    assert reasons and "skip" in reasons[0]
+SKIPS = {"attention": "attend", "loss": lambda row: row.what.startswith("loss")}
 
 
-def test_skip_by_function(args):
-    fused = Fused(loss, skip=lambda row: row.what.startswith("loss"))
+@pytest.mark.parametrize("domain", SKIPS)
+def test_skip(domain, args):
+    fused = Fused(loss, skip=SKIPS[domain])
     assert_same(jax.jit(fused)(*args), jax.jit(loss)(*args))
-    assert_served(fused, attention=1, loss=0)
+    assert_served(fused, **{"attention": 1, "loss": 1} | {domain: 0})
+    assert ["skip" in row.reason for row in fused.rows if row.domain == domain] == [True]
 
 
 def test_skip_that_matches_nothing(args):

@@ -1,10 +1,9 @@
-"""JAX's next custom_jvp, custom_vjp, remat and scan, by its flags: same fusion, same values.
+"""JAX's next custom_jvp, custom_vjp and remat, by its flags: same fusion, same values.
 
 `.ci/release flags` runs the tests of contexts, of `fuse` and of accumulation with them too.
 """
 
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -57,16 +56,10 @@ def layer(x, p):
     return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
 
 
-def loss_of(scan):
-    def loss(params, x):
-        x, _ = scan(x, params["layers"])
-        log_p = jax.nn.log_softmax(x @ params["head"])
-        return -jnp.mean(jnp.take_along_axis(log_p, jnp.arange(ROWS)[:, None], 1))
-
-    return loss
-
-
-remat = loss_of(lambda x, layers: jax.lax.scan(jax.checkpoint(layer), x, layers))
+def remat(params, x):
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    log_p = jax.nn.log_softmax(x @ params["head"])
+    return -jnp.mean(jnp.take_along_axis(log_p, jnp.arange(ROWS)[:, None], 1))
 
 
 def found(loss, quantization):
@@ -77,39 +70,15 @@ def found(loss, quantization):
     return sorted((row.domain, row.what, row.served) for row in reports[-1].fused), results
 
 
-SETS = [*FLAGS, " ".join(FLAGS)]
-
-
-def close(got, want):
+def test_fuse_finds_the_same():
+    """`fuse` and FP8 in a scan over layers that are computed again, with all flags."""
+    wanted, values = found(remat, "fp8")
+    with flags(" ".join(FLAGS)):
+        rows, results = found(remat, "fp8")
+    assert rows == wanted and {"attention", "loss", "mlp"} <= {domain for domain, *_ in rows}
     # The same operations: XLA may fuse them in another way, and round some tens differently.
     check = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(check, got, jax.tree.map(np.asarray, want))
-
-
-@functools.cache
-def without_flags(quantization):
-    return found(remat, quantization)
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("names", SETS)
-def test_fuse_finds_the_same(names, quantization):
-    """`fuse` and FP8 in a scan over layers that are computed again."""
-    wanted, values = without_flags(quantization)
-    with flags(names):
-        rows, results = found(remat, quantization)
-    assert rows == wanted and {"attention", "loss", "mlp"} <= {domain for domain, *_ in rows}
-    close(results, values)
-
-
-def test_the_next_scan():
-    """Its body, whose carry is a mutable reference, stays as it is."""
-    plain = loss_of(lambda x, layers: jax.lax.scan(layer, x, layers))
-    reports = []
-    with flags("scan3"):
-        value = jax.jit(fuse(plain, report=reports.append))(*arguments())
-        close(value, jax.jit(plain)(*arguments()))
-    assert [row.domain for row in reports[-1].fused] == ["loss"]
+    jax.tree.map(check, results, jax.tree.map(np.asarray, values))
 
 
 def test_names_of_what_the_next_primitives_replace():
