@@ -5,6 +5,7 @@ driver, or through XLA. 64-bit types are on while it runs.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -127,7 +128,12 @@ def defined(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.n
     wider = replace(norm, out_dtype="float64", compute="float64", cast_before=False)
     with jax.enable_x64(True):
         operands = [jnp.asarray(wide(arrays[name])) for name in norm.names(kernel)[0]]
-        return list(map(np.asarray, KERNELS[kernel].definition(wider, *operands)))
+        return list(map(np.asarray, _definition(kernel, wider, *operands)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _definition(kernel, norm, *operands):
+    return KERNELS[kernel].definition(norm, *operands)
 
 
 def magnitudes(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:

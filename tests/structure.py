@@ -1,4 +1,4 @@
-"""Counts of the package's structure: files that a lowering enters, modules, circles, annotations.
+"""Counts of the package's structure: files that a lowering enters, modules, circles.
 
 python tests/structure.py        prints them, for the installed package
 """
@@ -128,31 +128,6 @@ def circles() -> list[set[str]]:
     return found
 
 
-def annotated() -> tuple[int, int]:
-    """How many parameters of functions have annotations, and how many there are.
-
-    Lambdas, and functions within functions, are not counted; nor are self and cls.
-    """
-    have = count = 0
-
-    def functions(body):
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                yield from functions(node.body)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node
-
-    for path in MODULES:
-        for node in functions(ast.parse(path.read_text()).body):
-            given = node.args
-            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-            for parameter in every:
-                if parameter is not None and parameter.arg not in ("self", "cls"):
-                    count += 1
-                    have += parameter.annotation is not None
-    return have, count
-
-
 def _comments(path: pathlib.Path) -> list[tuple[int, int, str, str]]:
     """Comments, or their lines: row, column, text, and the whole line."""
     text = path.read_text()
@@ -195,8 +170,6 @@ def main() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in MODULES)
     print(f"{len(MODULES)} modules, {lines} lines of Python")
     print(f"circles: {circles() or 'none'}")
-    have, count = annotated()
-    print(f"{have} of {count} parameters annotated: {have / count:.0%}")
 
 
 if __name__ == "__main__":

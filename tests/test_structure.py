@@ -1,4 +1,4 @@
-"""The package stays readable: few files to a kernel, few modules, no circles, annotated."""
+"""The package stays readable: few files to a kernel, few modules, no circles."""
 
 import pathlib
 import subprocess
@@ -50,11 +50,6 @@ def test_no_folder_grows(monkeypatch):
 
 def test_no_import_circles():
     assert structure.circles() == []
-
-
-def test_parameters_are_annotated():
-    have, count = structure.annotated()
-    assert count > 1000 and have >= 0.8 * count, f"{have} of {count}"
 
 
 def test_docstrings_begin_with_a_subject_or_a_verb():

@@ -17,8 +17,6 @@ import normfuse
 from normfuse import CompileError, elementwise
 from normfuse.native import compiler, host_compiler, implementation
 
-pytestmark = pytest.mark.optimized
-
 IDENTITY = "template <class T> T same(T x) { return x; }"
 
 

@@ -1,11 +1,9 @@
 """Element-wise ops in every context of JAX: values, kernels and collectives."""
 
-import os
 import pathlib
 import subprocess
 import sys
 
-import elementwise_cases as cases
 import hlo
 import jax
 import jax.numpy as jnp
@@ -115,26 +113,3 @@ print(float(run(*[jax.random.normal(key, (8, 8)) for key in keys]).sum()), compi
     total, compilations = done.stdout.split()
     agree(float(total), float(jax.grad(loss(twin))(*arrays).sum()))
     assert int(compilations) == 0
-
-
-def test_the_partitioning_callback_has_one_key_in_every_process(eight_devices):
-    program = """
-import elementwise_cases as cases, jax, re
-from jax.sharding import AxisType, NamedSharding
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-x = jax.device_put(jax.numpy.ones((8, 8)), NamedSharding(mesh, jax.P("data")))
-text = jax.jit(cases.gated).lower(x, x).as_text()
-print(re.search(r'normfuse:[^"]*', text)[0])
-"""
-    environment = {"PYTHONPATH": str(pathlib.Path(cases.__file__).parent)}
-    keys = set()
-    for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, **environment, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        keys.add(done.stdout)
-    assert len(keys) == 1

@@ -9,8 +9,6 @@ from elementwise_cases import GATED, gated, gcd, twin
 
 from normfuse import elementwise
 
-pytestmark = pytest.mark.optimized
-
 CUBE = "template <class T> T cube(T x, T w) { return w * x * x * x; }"
 cube = elementwise(
     CUBE, derivative={"x": "3 * w * x * x", "w": "x * x * x"}, definition=lambda x, w: w * x**3

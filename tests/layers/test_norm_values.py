@@ -293,35 +293,6 @@ def test_a_mean_that_float32_does_not_have(implementation, axis):
     np.testing.assert_allclose(got if axis == 1 else got.T, want, rtol=tolerance)
 
 
-# ---------------------------------------------------------------- parameters of each head
-
-
-@pytest.mark.parametrize(
-    "shape, x, scale, implementation",
-    [
-        ((700, 3, 64), "bfloat16", "float32", "native"),  # in several blocks
-        ((5, 12, 65), "float32", "bfloat16", "native"),
-        ((2, 4, 40000), "float16", "float32", "native"),  # in segments
-        ((5, 12, 65), "float32", "bfloat16", "xla"),
-    ],
-)
-def test_a_scale_of_each_head(rng, shape, x, scale, implementation):
-    x, residual, dy, dh = (rng.standard_normal(shape).astype(jnp.dtype(x)) for _ in range(4))
-    scale = rng.standard_normal(shape[1:]).astype(jnp.dtype(scale))
-    options = {"eps": 1e-3, "scale_offset": 0.5}
-    norm = functools.partial(rms_norm, implementation=implementation, **options)
-    norm = lambda x, r, scale, norm=norm: norm(x, scale, residual=r)
-    (y, h), pullback = jax.vjp(jax.jit(norm), x, residual, scale)
-    dx, _, dscale = pullback((jnp.asarray(dy), jnp.asarray(dh)))
-    h = np.asarray(h)
-    assert dx.dtype == x.dtype and dscale.dtype == scale.dtype
-    for i in range(shape[1]):
-        assert_close(y[:, i], reference.forward(h[:, i], scale[i], **options)[0])
-        of_dx, of_dscale = reference.backward(dy[:, i], h[:, i], scale[i], dh[:, i], **options)
-        assert_close(dx[:, i], of_dx)
-        assert_close(dscale[i], of_dscale)
-
-
 # ---------------------------------------------------------------- layouts
 
 LAYOUTS = {

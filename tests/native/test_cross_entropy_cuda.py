@@ -88,7 +88,7 @@ def test_softmax_matches_float64(emulated, rng, layout, z_dtype, dtype, softcap,
     assert [launch["aliases"] for launch in emulator.launches] == [{}, in_place, in_place]
 
 
-@pytest.mark.parametrize("offset", [30, 1000, 10000, 1e6, -1e6])
+@pytest.mark.parametrize("offset", [30, -1e6])
 @pytest.mark.parametrize("layout", ["in a cluster's registers", "read twice"])
 def test_an_offset_of_all_logits_changes_nothing(emulated, rng, layout, offset):
     """Softmax and loss are those of the differences, which are exact in float32 here."""
@@ -187,9 +187,9 @@ def test_codes_of_rows_without_a_gradient_are_zero_and_the_labels_exact(emulated
     assert set(q[2:, :9].flat) <= {2.0**-16, 2.0**-15} and q[2:, :9].mean() < 1.2 * 2.0**-16
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
-    "vocabulary, dtype", [(128256, "bfloat16"), (50257, "float16"), (256, "float32")]
+    "arch, vocabulary, dtype",
+    [("sm_90", 128256, "bfloat16"), ("sm_80", 50257, "float16"), ("sm_120", 256, "float32")],
 )
 def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
     """Into registers, but for a few bytes; a row is one block's, or one cluster's where it can."""

@@ -3,7 +3,6 @@
 import functools
 import re
 import sys
-import time
 from dataclasses import replace
 
 import jax
@@ -61,13 +60,9 @@ def spilled(log: str) -> int:
 
 
 PLACES = [
-    *(("sm_90", (9000, n)) for n in (512, 2560, 4096, 7168, 8192, 12288, 18432, 32768)),
-    *(("sm_90", (64, n)) for n in (1000, 4096, 16384)),
-    *(("sm_90", (4, 9000, n)) for n in (512, 8192)),
-    ("sm_90", (600, 131072)),
-    ("sm_80", (300, 4096)),
+    *(("sm_90", (9000, n)) for n in (512, 4096, 12288, 32768)),
+    *(("sm_90", shape) for shape in ((64, 4096), (4, 9000, 512), (600, 131072))),
     ("sm_80", (4, 300, 4096)),
-    ("sm_100", (9000, 1024)),
     ("sm_120", (4096, 4096)),
 ]
 
@@ -76,7 +71,7 @@ PLACES = [
 @pytest.mark.parametrize("op", ["rms_norm", "rms_norm with bias", "layer_norm"])
 def test_cuda_kernels_compile_and_spill_no_registers(compile_all, op, arch, shape):
     """Statistics are results or not: without, registers go to other things."""
-    if op == "rms_norm with bias" and shape[-1] not in (512, 8192, 12288, 4096):
+    if op == "rms_norm with bias" and shape not in ((9000, 512), (9000, 12288)):
         return
     case = Case(shape, centred=op == "layer_norm", bias=op != "rms_norm")
     found = compile_all(arch, case)
@@ -88,7 +83,7 @@ def test_cuda_kernels_compile_and_spill_no_registers(compile_all, op, arch, shap
         assert not measured or spilled(log) <= (12 if shape[-1] == 32768 else 8), (name, log)
 
 
-@pytest.mark.parametrize("n", [256, 2048, 5120, 32768])
+@pytest.mark.parametrize("n", [2048, 32768])
 def test_cuda_backward_has_other_layouts_on_an_h100(compile_all, n):
     case = Case((100_000, n))
     compile_all("sm_90", case, ["backward"])
@@ -114,7 +109,7 @@ def test_cuda_dtype_mixes_compile(compile_all, x, scale, out):
         compile_all("sm_90", case, HALVES)
 
 
-@pytest.mark.parametrize("arch", ("sm_80", "sm_90", "sm_100"))
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_cuda_cast_before_compiles_and_spills_nothing(compile_all, arch):
     for n in (128, 4096):
         case = Case((9000, n), residual=n == 4096)
@@ -129,18 +124,6 @@ def test_cuda_portable_image_is_ptx(compile_all):
         Source("a.cu", 'extern "C" __global__ void a() {}'), {}, "compute_80"
     )
     assert b".target sm_80" in image.data
-
-
-def test_cuda_first_compile_is_quick(compile_all, capsys):
-    compile_all("sm_90", Case((64, 96)), ["row_statistics"])  # opens NVRTC
-    began = time.process_time()
-    compile_all("sm_90", Case((64, 4096)), ["forward"])
-    forward = time.process_time() - began
-    compile_all("sm_90", Case((64, 4096)), ["backward"])
-    backward = time.process_time() - began - forward
-    with capsys.disabled():
-        print(f"\ncompiling for sm_90: forward {forward:.2f} s, backward {backward:.2f} s")
-    assert forward < 5 and backward < 10  # 0.2 and 0.3 on an idle machine
 
 
 def test_cuda_newer_gpu_than_compiler_gets_ptx():

@@ -178,10 +178,10 @@ run = jax.export.deserialize(bytearray(pathlib.Path(sys.argv[1]).read_bytes())).
 x = jax.numpy.arange(6, dtype="float32").reshape(2, 3)
 print(run(x, jax.numpy.ones(3)).tolist())
 """
-IMPORTS = ["import jax\nimport normfuse", "import normfuse\nimport jax", "from normfuse import *"]
+IMPORTS = ["import jax\nimport normfuse", "import normfuse\nimport jax"]
 
 
-@pytest.mark.parametrize("imports", IMPORTS, ids=["after", "before", "names"])
+@pytest.mark.parametrize("imports", IMPORTS, ids=["after", "before"])
 def test_importing_normfuse_is_enough_to_run_an_export(exported, imports, tmp_path):
     path = tmp_path / "exported"
     path.write_bytes(exported)
@@ -203,12 +203,6 @@ def test_a_damaged_export_is_refused(exported):
     run = export.deserialize(damaged).call
     with pytest.raises(jax.errors.JaxRuntimeError, match="damaged: its SHA-256"):
         np.asarray(run(X, ROW))
-
-
-def test_import_of_normfuse_does_not_import_jax():
-    program = "import sys, normfuse; print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
 
 
 def test_an_older_jaxlib_does_not_stop_jax_from_being_imported():

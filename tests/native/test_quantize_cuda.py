@@ -24,7 +24,6 @@ pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SMALL = CastLayout(width=8, height=8, batch=4, group=2)  # tiles of 128 x 64
-NEWER = ["sm_89", "sm_100", "sm_120"]
 
 
 @pytest.fixture
@@ -309,16 +308,12 @@ NARROW = CastLayout(16, 8, 2, group=1)
         ((48, 272), CLUSTER, "float32", {"residual": BF16}),  # two slots of shared memory a row
         ((48, 272), CLUSTER, BF16, {"residual": "float32"}),
         ((48, 192), None, BF16, {"residual": "float32"}),  # sums of rows before, and then codes
-        ((7, 50), None, "float32", {"offset": -0.5}),
         ((7, 50), None, BF16, {"scale": None}),
         # LayerNorms; biases; scales of each example.
         ((48, 784), CLUSTER, BF16, {"centred": True, "bias": "float32"}),
         ((33, 411), CLUSTER, "float32", {"centred": True, "bias": "bfloat16", "offset": 1.0}),
-        ((32, 528), WARPS, BF16, {"centred": True, "bias": BF16, "residual": BF16}),
         ((48, 272), CLUSTER, BF16, {"centred": True, "residual": "float32", "bias": "float32"}),
-        ((16, 128), NARROW, BF16, {"centred": True, "scale": None}),
         ((48, 192), None, "float32", {"centred": True, "bias": "float32"}),
-        ((48, 784), CLUSTER, BF16, {"bias": "float32"}),
         ((96, 144), NARROW, BF16, {"centred": True, "bias": "float32", "examples": 2}),
         ((96, 784), CLUSTER, BF16, {"centred": True, "bias": BF16, "examples": 3, "offset": 1.0}),
         ((64, 77), WARPS, "float32", {"examples": 4, "residual": BF16}),
@@ -397,7 +392,7 @@ def test_cuda_norm_of_what_is_not_finite_is_not(normalised, rng, layout, centred
 # ---------------------------------------------------------------- compiling
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_cuda_quantizers_compile(monkeypatch, arch):
     """Each as layers call it: without a warning, and on Hopper without spilling registers."""
     logs = {}
@@ -426,7 +421,7 @@ def test_cuda_quantizers_compile(monkeypatch, arch):
         assert spilled <= (8 if "gated" in kernel[0] else 0), (kernel, log)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
     """One that holds rows, by a cluster where there are any; on Hopper also with a residual."""
     logs = {}
