@@ -107,6 +107,6 @@ with tempfile.TemporaryDirectory() as folder:
     flags = f"""--data.path {text} --out-dir {folder}/run --steps 2 --batch-size 8 --seq-len 16
         --model.dim 32 --model.num-layers 1 --model.num-heads 2 --model.num-kv-heads 2
         --model.head-dim 16 --model.mlp-dim 64 --model.quantization fp8
-        --eval.tokens 64 --eval.final-tokens 64 --sample.tokens 0""".split()
+        --eval.tokens 64 --eval.final-tokens 64""".split()
     assert main(["train", *flags]) == 0
     assert pathlib.Path(folder, "run", "metrics.jsonl").stat().st_size

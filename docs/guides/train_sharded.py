@@ -51,7 +51,7 @@ with tempfile.TemporaryDirectory() as folder:
     flags = f"""--data.path {text} --out-dir {folder}/run --steps 4 --seq-len 32
         --mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --checkpoint.every 2
         --model.dim 32 --model.num-layers 1 --model.head-dim 8 --model.mlp-dim 64
-        --eval.tokens 64 --eval.final-tokens 64 --sample.tokens 0""".split()
+        --eval.tokens 64 --eval.final-tokens 64""".split()
     assert main(["train", *flags]) == 0
 
     # 3. Stop it whenever you like (a signal saves a checkpoint). The same command continues, also
