@@ -13,12 +13,12 @@ import numpy as np
 
 from .dropout import changed
 from .forms import Form, Mask, Scores
-from .indices import region, two_valued
+from .indices import complement, region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Program
 from .rows import ABSORBING, NUMBER, Row
 from .scores import Operands, ScoreForms
-from .sites import Left, Site, called
+from .sites import Left, Site, called, said
 
 MASKED = -1e4
 """A mask writes this or less into scores that it takes away. exp(-1e4) is 0 in float32."""
@@ -31,74 +31,46 @@ class Attention(Site):
     """softmax(scores) · v of a program, as `normfuse.attention` of (batch, length, heads, width).
 
     Attributes:
-      q, k, v: (value, labels) of the operands, and `to` the groups of labels that they are
-        arranged to; v's is multiplied by `factor`.
+      operands, to: (value, labels) of q, k and v, and the groups of labels that they are arranged
+        to, in the dtype `compute`; v's is multiplied by `factor`.
+      groups, out: those of the scores, and of the result.
+      aval, dims: the type and the labels of the value that is replaced.
+      options: of `attend`.
       masks, biases: what is known at run time only; `fixed` a constant mask.
-      added: the number that the mask adds to scores, where it does not replace them.
-      empty: the weight of each value in rows that see nothing: NaN, 0, 1 over their number, …;
-        None where there are none, or where it is that of other rows.
-      hidden: the number that masks write or, ("added", number), add, where a bias may be -inf; -inf
-        without a mask, too. None without such a bias.
     """
-
-    parts: "Parts"
-    aval: Any
-    dims: Dims
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        p = self.parts
-        q, k, v = (
-            arrange(read(value), dims, to).astype(p.dtype)
-            for (value, dims), to in zip(p.operands, p.to)
-        )
-        batch, queries, heads, keys = p.groups
-        place = lambda x, dims: arrange(x, dims, (batch, heads, queries, keys), full=False)
-        masks = [place(read(m.value), m.dims) == m.keep for m in p.masks]
-        if p.fixed is not None:
-            masks.append(jnp.asarray(p.fixed)[None, None])
-        biases = [_times(place(read(b), dims), factor) for b, dims, factor in p.biases]
-        y = called(
-            attend,
-            q,
-            k,
-            v,
-            functools.reduce(jnp.add, biases) if biases else None,
-            functools.reduce(jnp.logical_and, masks) if masks else None,
-            causal=p.causal,
-            window=p.window,
-            softcap=p.softcap,
-            scale=p.scale,
-            empty=p.empty,
-            added=p.added,
-            hidden=p.hidden,
-        )
-        labels = [(l,) for l in atoms(p.out)]
-        y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), self.dims)
-        if p.factor != 1:
-            y = y.astype(jnp.promote_types(y.dtype, jnp.float32)) * p.factor
-        return [y.astype(self.aval.dtype)]
-
-
-@dataclasses.dataclass
-class Parts:
-    """The operands and options of an attention: see `Attention`."""
 
     operands: list[tuple[int, Dims]]
     to: tuple[Any, ...]
     groups: tuple[Any, ...]
     out: tuple[Any, ...]
-    dtype: Any
-    scale: float
+    compute: Any
     factor: float
-    softcap: float | None
+    aval: Any
+    dims: Dims
+    options: dict[str, Any]
     masks: list[Mask] = dataclasses.field(default_factory=list)
-    added: float | None = None
     biases: list[tuple[int, Dims, float]] = dataclasses.field(default_factory=list)
-    causal: bool = False
-    window: int | None = None
     fixed: Any = None
-    empty: float | None = None
-    hidden: Any = None
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        q, k, v = (
+            arrange(read(value), dims, to).astype(self.compute)
+            for (value, dims), to in zip(self.operands, self.to)
+        )
+        batch, queries, heads, keys = self.groups
+        place = lambda x, dims: arrange(x, dims, (batch, heads, queries, keys), full=False)
+        masks = [place(read(m.value), m.dims) == m.keep for m in self.masks]
+        if self.fixed is not None:
+            masks.append(jnp.asarray(self.fixed)[None, None])
+        biases = [_times(place(read(b), dims), factor) for b, dims, factor in self.biases]
+        bias = functools.reduce(jnp.add, biases) if biases else None
+        mask = functools.reduce(jnp.logical_and, masks) if masks else None
+        y = called(attend, q, k, v, bias, mask, **self.options)
+        labels = [(l,) for l in atoms(self.out)]
+        y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), self.dims)
+        if self.factor != 1:
+            y = y.astype(jnp.promote_types(y.dtype, jnp.float32)) * self.factor
+        return [y.astype(self.aval.dtype)]
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
@@ -139,17 +111,17 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
     dtype = _dtype([found.x[3], found.w[3], v_dtype])
     if size(width) != size(values):
         raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
-    if base.capped:
-        raise Left("a bias before the soft cap")
-    inner, scale = base.inner, base.scale * found.x[2] * found.w[2]
-    softcap = None
-    if inner is not None:  # scale · tanh(inner · q·k): cap = scale, so that cap / inner is 1
-        softcap, scale = base.scale, base.scale * inner * found.x[2] * found.w[2]
-        if softcap <= 0:
-            raise Left("a soft cap that is not positive")
+    scale = found.factor * found.x[2] * found.w[2]
     if scale <= 0:
         raise Left("scores are multiplied by a number that is not positive")
-    parts = Parts(
+    lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
+    count = f"{size(heads)}" + (f"/{size(shared)}" if size(shared) != size(heads) else "")
+    site = Attention(
+        outs=(value,),
+        reads=(),
+        dead=(base.dot.outs[0],),
+        what=f"attention {size(batch)} x {lengths}, {count} heads of {size(width)}, {dtype.name}",
+        served="",
         operands=[found.x[:2], found.w[:2], (v, v_dims)],
         to=(
             (batch, queries, heads, width),
@@ -158,27 +130,25 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
         ),
         groups=(batch, queries, heads, keys),
         out=(batch, queries, heads, values),
-        dtype=dtype,
-        scale=scale,
+        compute=dtype,
         factor=factor,
-        softcap=softcap,
-    )
-    _sort_masks(g, forms, form, forms.rows[value], parts)
-    reads = [value for value, _ in parts.operands]
-    reads += [m.value for m in parts.masks] + [b for b, *_ in parts.biases]
-    lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
-    count = f"{size(heads)}" + (f"/{size(shared)}" if size(shared) != size(heads) else "")
-    what = f"attention {size(batch)} x {lengths}, {count} heads of {size(width)}, {dtype.name}"
-    return Attention(
-        outs=(value,),
-        reads=tuple(dict.fromkeys(reads)),
-        dead=(base.dot.outs[0],),
-        what=what,
-        served=f"attention: {_summary(parts)}",
-        parts=parts,
         aval=g.avals[value],
         dims=form.dims,
+        options={"scale": scale, "softcap": found.softcap, "empty": None, "number": None},
     )
+    _sort_masks(forms, form, forms.rows[value], site)
+    reads = [value for value, *_ in (*site.operands, *site.biases)] + [m.value for m in site.masks]
+    site.reads, options = tuple(dict.fromkeys(reads)), site.options
+    parts = {
+        "causal": options["causal"],
+        f"window {options['window']}": options["window"],
+        "constant mask": site.fixed is not None,
+        "run-time mask": site.masks,
+        "bias": site.biases,
+        f"softcap {found.softcap}": found.softcap,
+    }
+    site.served = f"attention: {said(parts) or 'no mask'}"
+    return site
 
 
 def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):
@@ -216,53 +186,46 @@ def _dtype(dtypes: Sequence[Any]) -> Any:
     return np.dtype(widest)
 
 
-def _sort_masks(g: Program, forms: ScoreForms, form: Form, row: Row, parts: Parts) -> None:
+def _sort_masks(forms: ScoreForms, form: Form, row: Row, site: Attention) -> None:
     """Sorts masks and biases into what is proved of them and what is known at run time only."""
-    base = form.base
-    batch, queries, heads, keys = parts.groups
+    g, base, (_, queries, _, keys) = forms.program, form.base, site.groups
     reach = base.scale if base.inner is not None else 0.0  # bound on scores with a soft cap
+    low, high, fixed = -math.inf, math.inf, []  # seen: low <= query - key <= high
     for m in base.masks:
         if m.fill + reach > MASKED:
             raise Left(f"a mask writes {m.fill:g} into the scores, which is not out of their reach")
-    low, high, fixed, run_time = -math.inf, math.inf, [], []  # seen: low <= query - key <= high
-    for m in base.masks:
-        band = _band(g, forms, m, queries, keys)
-        if band is not None:
+        if (band := _band(g, m, queries, keys)) is not None:
             low, high = max(low, band[0]), min(high, band[1])
         elif (plane := _plane(g, m, queries, keys)) is not None:
             fixed.append(plane)
         else:
-            run_time.append(m)
+            site.masks.append(m)
     t, s = size(queries), size(keys)
-    low, high = max(low, -(s - 1)), min(high, t - 1)
-    if low <= -(s - 1) and high >= t - 1:
-        whole = True
-    else:
-        whole = False
-        if low == 0 and t <= s:
-            parts.causal, parts.window = True, (None if high >= t - 1 else int(high) + 1)
-        elif t * s <= LARGEST_CONSTANT:
-            behind = np.arange(t)[:, None] - np.arange(s)
-            fixed.append((low <= behind) & (behind <= high))
-        else:
-            raise Left("its constant mask is too large to be an operand")
-    sees = whole or parts.causal
-    if fixed:
-        together = functools.reduce(np.logical_and, fixed)
+    causal, width, sees = low == 0 and t <= s, int(min(high, t - 1)) + 1, True
+    if not fixed and (causal or low <= -(s - 1) and high >= t - 1):
+        site.options |= {"causal": causal, "window": width if causal and width < t else None}
+    elif t * s <= LARGEST_CONSTANT:
         behind = np.arange(t)[:, None] - np.arange(s)
-        if parts.causal:
-            together = together & (behind >= 0) & (behind <= high)
-        parts.causal, parts.window, parts.fixed = classified(together)
-        sees = bool(together.any(-1).all())
-    if row.number is not None and np.asarray(1 / s, row.value.dtype) == row.value:
-        row = replace(row, value=np.float64(1 / s))  # a mean, without the rounding
-    _sort_empty(form, row, parts, run_time, sees)
-    _sort_biases(g, forms, base, row, parts)
+        keep = functools.reduce(np.logical_and, fixed, (low <= behind) & (behind <= high))
+        causal, window, site.fixed = classified(keep)
+        site.options |= {"causal": causal, "window": window}
+        sees = bool(keep.any(-1).all())
+    else:
+        raise Left("its constant mask is too large to be an operand")
+    mean = 1 / s
+    if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
+        row = replace(row, value=np.float64(mean))  # a mean, without the rounding
+    site.options |= {"adds": any(m.added and m.fill > -math.inf for m in base.masks)}
+    if site.masks or not sees:
+        _sort_empty(base.masks, row, site, sees, mean)
+    site.options["infinite"] = _sort_biases(forms, base, site)
+    if site.options["infinite"]:
+        site.options["number"] = _number(base.masks, row, mean)
 
 
-def _sort_biases(g: Program, forms: ScoreForms, base: Scores, row: Row, parts: Parts) -> None:
-    """Takes over the biases that differ along the softmax's axis, if it can compute them."""
-    keys = parts.groups[3]
+def _sort_biases(forms: ScoreForms, base: Scores, site: Attention) -> bool:
+    """Takes over the biases that differ along the softmax's axis; tells if one may be -inf."""
+    g, keys, infinite = forms.program, site.groups[3], False
     changed = any(m.changed for m in base.masks)
     for bias, dims, factor in base.biases:
         if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
@@ -275,26 +238,27 @@ def _sort_biases(g: Program, forms: ScoreForms, base: Scores, row: Row, parts: P
             raise Left("what is added to the scores is a product of the same softmax")
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
-        if not finite:
-            parts.hidden = _hidden(base.masks, row, 1 / size(keys))
+        infinite |= not finite
         sizes = [n * factor for n in two.numbers] if two else []
         if known is not None and known.size:  # each query's largest: a mask may be lower
             along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))
             sizes += [*np.max(np.asarray(known, np.float64) * factor, axis=along).reshape(-1)]
         if any(abs(n) > LARGEST_BIAS for n in sizes):
             raise Left("what is added to the scores is too large a number for their softmax")
-        if parts.dtype.itemsize == 2 and (g.avals[bias].dtype != parts.dtype or factor != 1):
+        if site.compute.itemsize == 2 and (g.avals[bias].dtype != site.compute or factor != 1):
             raise Left(f"a bias of {g.avals[bias].dtype.name}, wider than its operands")
-        parts.biases.append((bias, dims, factor))
+        site.biases.append((bias, dims, factor))
+    return infinite
 
 
-def _hidden(masks: Sequence[Mask], row: Row, mean: float) -> Any:
-    """Returns the one number that masks write or add, as `Attention.hidden` says it."""
-    found = {("added", m.fill) if m.added and m.fill > -math.inf else m.fill for m in masks}
-    if len(found) > 1 or any(m.changed and m.fill > -math.inf and not m.added for m in masks):
+def _number(masks: Sequence[Mask], row: Row, mean: float) -> float:
+    """Returns the one number that masks write or add beside a bias that may be -inf."""
+    numbers = {(m.fill, m.added and m.fill > -math.inf) for m in masks} or {(-math.inf, False)}
+    ((number, adds), *more) = numbers
+    if more or not adds and number > -math.inf and any(m.changed for m in masks):
         raise Left("a bias that may be -inf, and masks of several numbers")
-    number = found.pop() if found else -math.inf
-    if isinstance(number, tuple) and abs(number[1]) >= ABSORBING and row.number != mean:
+    fine = row.number == mean or (abs(number) < ABSORBING if adds else row.number is None)
+    if number > -math.inf and not fine:
         raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
     return number
 
@@ -305,37 +269,31 @@ def _is_plain(forms: ScoreForms, v: int) -> bool:
     return not form.exp and not form.terms
 
 
-def _sort_empty(form: Form, row: Row, parts: Parts, run_time: list[Mask], sees: bool) -> None:
+def _sort_empty(masks: Sequence[Mask], row: Row, site: Attention, sees: bool, mean: float) -> None:
     """Finds out what rows are that see nothing, where there may be such rows."""
-    masks, parts.masks = form.base.masks, run_time
-    if sees and not run_time:
-        return
     if row.kind == "mixed":
         raise Left("what its rows are that see nothing is not one number")
     if row.kind == "shifted" or any(m.added for m in masks):
-        first = next(iter(masks))
-        if len(masks) > 1 or not sees or first.fill == -math.inf:
+        first, *more = masks
+        absorbs = abs(first.fill) >= ABSORBING and row.number != mean
+        if more or not sees or first.fill == -math.inf or absorbs:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        parts.added = first.fill
+        site.options["number"] = first.fill
     elif row.back[NUMBER] or any(m.changed for m in masks):
         raise Left("rows that may see nothing have a gradient, or one that is NaN")
-    if row.number is not None:
-        parts.empty = row.number
+    else:
+        site.options["empty"] = row.number
 
 
-def _band(g: Program, forms: ScoreForms, m: Mask, queries: list, keys: Labels):
+def _band(g: Program, m: Mask, queries: list, keys: Labels):
     """(low, high) where a mask is proved to keep low <= query - key <= high; None of others."""
     found = region(g, m.value)
+    if found is not None and not m.keep:
+        found = complement(found)
     if found is None:
         return None
-    above = found.above
-    if not m.keep:
-        if len(above) != 1:
-            return None
-        one = above[0]
-        above = (type(one)(tuple(-c for c in one.coefficients), -one.constant - 1),)
     low, high = -math.inf, math.inf
-    for one in above:
+    for one in found:
         steps = [(m.dims[i], c) for i, c in enumerate(one.coefficients) if c]
         of = {"query": 0, "key": 0}
         for labels, c in steps:
@@ -380,18 +338,6 @@ def classified(keep: Any) -> tuple[bool, int | None, Any]:
     return False, None, keep
 
 
-def _summary(p: Parts) -> str:
-    said = {
-        "causal": p.causal,
-        f"window {p.window}": p.window,
-        "constant mask": p.fixed is not None,
-        "run-time mask": p.masks,
-        "bias": p.biases,
-        f"softcap {p.softcap}": p.softcap,
-    }
-    return ", ".join(name for name, is_so in said.items() if is_so) or "no mask"
-
-
 # ---------------------------------------------------------------- serving
 
 
@@ -413,87 +359,68 @@ def _(primals: Any, tangents: Any) -> Any:
     return x, tangents[0] * jnp.where(wrong, jnp.nan, 1).astype(x.dtype)
 
 
-def attend(q, k, v, bias, mask, *, hidden, **options):
+def attend(q, k, v, bias, mask, *, number, adds, infinite, empty, causal, window, **scores):
     """`normfuse.attention`, with rows that see nothing as the user's own code has them.
 
-    A bias of -inf at all keys that a row sees leaves it those that a mask hides by a number.
+    Args:
+      number: what masks write into scores, or add to them (`adds`), where rows may see nothing of
+        which that is to be known; else None.
+      infinite: a bias may be -inf at all keys that a row sees. It leaves the row those that a mask
+        hides by a number, and is NaN without such.
+      empty: the weight of each value in other rows that see nothing: NaN, 0, 1 over their number,
+        …; None where there are none.
+      scores: options of `normfuse.attention`.
     """
-    if hidden is None:
-        return _attend(q, k, v, bias, mask, **options)
     from ..attention import attention
 
-    visible = _visible(q, k, mask, options["causal"], options["window"])
-    finite = bias > -jnp.inf
-    rows = lambda x: jnp.any(x, -1).swapaxes(1, 2)[..., None]
-    some = rows(visible & finite)
-    if hidden == -jnp.inf:
-        y = _attend(q, k, v, bias, mask, **options)
-        return y * jnp.where(rows(visible) & ~some, jnp.nan, 1).astype(y.dtype)
-    own: dict[str, Any] = {"implementation": "xla"}
-    own |= {name: options[name] for name in ("softcap", "scale")}
+    plain = functools.partial(attention, causal=causal, window=window, **scores)
+    seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
+    if causal:
+        behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+        seen = seen & (behind >= 0) & (behind < (window or k.shape[1]))
+    shown = seen & (bias > -jnp.inf) if infinite else seen
+    rows = lambda x: jnp.any(x, -1, keepdims=True).swapaxes(1, 2)
+    sees, some = rows(seen), rows(shown)
     wide = jnp.promote_types(v.dtype, jnp.float32)
+
+    def usual(q, k, v, bias, mask):
+        attended = functools.partial(plain, q, k, bias=bias, mask=mask)
+        if mask is None or empty in (None, 0):
+            return attended(v)
+        groups = q.shape[2] // k.shape[2]
+        if empty != empty:
+            # The softmax of such a row is NaN for all keys. The mask stops its gradient to the
+            # scores, and nothing the one to the values.
+            heads = jnp.any(~jnp.broadcast_to(sees, (*q.shape[:-1], 1)), 1, keepdims=True)
+            heads = jnp.any(heads.reshape(*heads.shape[:2], -1, groups), -1)[..., None]
+            return jnp.where(sees, attended(_spoiled(v, heads)), jnp.nan)
+        y, every = attended(v), empty * jnp.sum(v.astype(wide), 1, keepdims=True)
+        return jnp.where(sees, y, jnp.repeat(every.astype(y.dtype), groups, 2))
 
     def general(q, k, v, bias, mask):
-        if isinstance(hidden, tuple):
-            whole = bias.astype(wide) + jnp.where(visible, 0, jnp.asarray(hidden[1], wide))
-            y = attention(q, k, v, bias=whole, **own)
-            return y * jnp.where(rows(finite), 1, jnp.nan).astype(y.dtype)
-        y = _attend(q, k, v, bias, mask, **options)
-        lost = rows(visible) & ~some
-        y = y * jnp.where(lost & ~rows(~visible), jnp.nan, 1).astype(y.dtype)
-        other = attention(jnp.zeros_like(q), k, v, mask=~visible, **own)
-        return jnp.where(lost & rows(~visible), other, y)
+        """Has the masks as numbers of a bias, and no scores where these are all that is left."""
+        written = jnp.asarray(number, wide)
+        if adds:
+            hidden = jnp.where(seen, 0, written)
+            whole, mask = hidden if bias is None else bias.astype(wide) + hidden, None
+        else:
+            whole = jnp.where(seen, bias.astype(wide), written)
+            mask = seen | ~jnp.any(shown, -1, keepdims=True)
+        finite = rows(whole > -jnp.inf)
+        q = q if adds else jnp.where(finite & ~some, 0, q)
+        y = attention(q, k, v, bias=whole, mask=mask, implementation="xla", **scores)
+        return y * jnp.where(finite, 1, jnp.nan).astype(y.dtype)
 
-    specific = functools.partial(_attend, **options)
-    sees = jnp.all(some if isinstance(hidden, tuple) else some | ~rows(visible))
-    return jax.lax.cond(sees, specific, jax.checkpoint(general), q, k, v, bias, mask)
-
-
-def _visible(q: Any, k: Any, mask: Any, causal: bool, window: int | None) -> Any:
-    """Tells for each score if no mask hides it, in 4 dimensions; of size 1 if all are the same."""
-    seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
-    if not causal:
-        return seen
-    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
-    return seen & ((behind >= 0) if window is None else (behind >= 0) & (behind < window))
-
-
-def _attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added):
-    """Computes attention without a bias that is -inf for all keys that a row sees."""
-    from ..attention import attention
-
-    options = dict(causal=causal, window=window, softcap=softcap, scale=scale)
-    plain = functools.partial(attention, bias=bias, mask=mask, **options)
-    if mask is None or empty in (None, 0) and added is None:
-        return plain(q, k, v)
-    seen = _visible(q, k, mask, causal, window)
-    some = jnp.any(seen, -1)  # (batch, heads, queries), of size 1 where the mask has it
-    if added is not None and abs(added) < ABSORBING:
+    if number is None:
+        return usual(q, k, v, bias, mask)
+    if number == -jnp.inf:
+        y = usual(q, k, v, bias, mask)
+        return y * jnp.where(sees & ~some, jnp.nan, 1).astype(y.dtype)
+    if adds and not infinite and abs(number) < ABSORBING:
         # A number that all scores of a row have added changes nothing: such a row sees all keys.
-        return attention(q, k, v, bias=bias, mask=mask | ~some[..., None], **options)
-    rows = some.swapaxes(1, 2)[..., None]
-    wide = jnp.promote_types(v.dtype, jnp.float32)
-    if added is not None:  # it absorbs them
-        assert empty is not None
-
-        def general(q, k, v, bias, mask):
-            number = jnp.where(mask, 0, jnp.asarray(added, wide))
-            whole = number if bias is None else bias.astype(wide) + number
-            y = attention(q, k, v, bias=whole, implementation="xla", **options)
-            return y * jnp.where(rows, 1, empty * k.shape[1]).astype(y.dtype)
-
-        specific = lambda q, k, v, bias, mask: attention(q, k, v, bias=bias, mask=mask, **options)
-        return jax.lax.cond(jnp.all(some), specific, jax.checkpoint(general), q, k, v, bias, mask)
-    if empty != empty:
-        # The softmax of such a row is NaN for all keys. The mask stops its gradient to the scores,
-        # and nothing the one to the values.
-        head = jnp.any(~jnp.broadcast_to(rows, (*q.shape[:-1], 1)), 1, keepdims=True)
-        head = jnp.any(head.reshape(*head.shape[:2], k.shape[2], -1), -1)[..., None]
-        return jnp.where(rows, plain(q, k, _spoiled(v, head)), jnp.nan)
-    assert empty is not None
-    every = empty * jnp.sum(v.astype(wide), 1, keepdims=True)
-    y = plain(q, k, v)
-    return jnp.where(rows, y, jnp.repeat(every.astype(y.dtype), q.shape[2] // k.shape[2], 2))
+        return plain(q, k, v, bias=bias, mask=mask | ~jnp.any(seen, -1, keepdims=True))
+    specific = jnp.all(some if adds else some | ~sees)
+    return jax.lax.cond(specific, usual, jax.checkpoint(general), q, k, v, bias, mask)
 
 
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:

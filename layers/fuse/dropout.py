@@ -52,14 +52,11 @@ def gated(gate: Array, up: Array | None = None, *, activation: str, dtype: Any) 
 def _source(program: Program, v: int) -> int:
     """Goes back from what dropout selects to what it scales."""
     while (made := program.maker.get(v)) is not None:
-        if made.name in ("mul", "div") and program.number(made.ins[1]) is not None:
-            v = made.ins[0]
-        elif made.name == "convert_element_type" and jnp.issubdtype(
-            program.avals[made.ins[0]].dtype, jnp.floating
-        ):
-            v = made.ins[0]
-        else:
+        scaled = made.name in ("mul", "div") and program.number(made.ins[1]) is not None
+        floats = made.ins and jnp.issubdtype(program.avals[made.ins[0]].dtype, jnp.floating)
+        if not scaled and not (made.name == "convert_element_type" and floats):
             break
+        v = made.ins[0]
     return v
 
 
@@ -111,11 +108,8 @@ def changed(forms: ScoreForms) -> Iterator[tuple[int, str]]:
     g = forms.program
     done = {form.base.dot for form in forms.of.values() if form.is_attention}
     for v, form in forms.of.items():
-        terms = [*form.terms]
-        if not form.soft or len(terms) != 1 or form.base.dot in done or v not in g.readers:
-            continue
-        ((term, factor),) = terms
-        if factor != -1 or term.kind != "lse" or term.base != form.base:
+        terms = [(t.kind, t.base, factor) for t, factor in form.terms]
+        if not form.soft or terms != [("lse", form.base, -1)] or form.base.dot in done:
             continue
         operands = zip(form.base.dot.ins, forms.sides[form.base.dot])
         roots = [forms.peel(u, dims)[0] for u, dims in operands]

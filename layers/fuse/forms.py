@@ -37,7 +37,6 @@ class Scores:
     Attributes:
       dot: the product.
       biases: (value, labels, factor) of what is added.
-      capped: the same of what is added before the tanh.
       added: the dtypes that biases are added in.
     """
 
@@ -46,7 +45,6 @@ class Scores:
     inner: float | None = None
     biases: tuple[tuple[int, Dims, float], ...] = ()
     masks: tuple[Mask, ...] = ()
-    capped: tuple[tuple[int, Dims, float], ...] = ()
     added: frozenset[Any] = frozenset()
 
 

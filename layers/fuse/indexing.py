@@ -7,6 +7,7 @@ writes them, and several writes that cover an array are a stack of the updates.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,9 +26,6 @@ SPARSEST = 16
 
 LONGEST = 64
 """How many writes, one after another, may be read as one."""
-
-COMBINED = {"add": (lax.add, -0.0), "mul": (lax.mul, 1)}
-"""Scatters that change what they write to: by what, and what changes nothing, not even 0. or -0."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,7 +52,6 @@ class Grid:
     Attributes:
       shape: that of the array.
       first, step, count: the positions along each of its dimensions; steps are positive.
-      flipped: dimensions along which the elements are stored backwards.
       order: the elements' dimensions in the order of the array's, those of size 1 last.
     """
 
@@ -62,7 +59,6 @@ class Grid:
     first: tuple[int, ...]
     step: tuple[int, ...]
     count: tuple[int, ...]
-    flipped: tuple[int, ...]
     order: tuple[int, ...]
 
     @property
@@ -74,14 +70,12 @@ class Grid:
         """Returns the elements, an array of this shape."""
         end = [f + s * (n - 1) + 1 for f, s, n in zip(self.first, self.step, self.count)]
         y = lax.slice(x, self.first, end, self.step)
-        y = lax.rev(y, self.flipped) if self.flipped else y
         y = lax.reshape(y, [shape[i] for i in self.order])
         return lax.transpose(y, [int(i) for i in np.argsort(self.order)])
 
     def placed(self, elements: Array) -> Array:
         """Returns the elements in the array's order of dimensions."""
-        y = lax.reshape(lax.transpose(elements, self.order), self.count)
-        return lax.rev(y, self.flipped) if self.flipped else y
+        return lax.reshape(lax.transpose(elements, self.order), self.count)
 
     def padded(self, placed: Array, fill: Any) -> Array:
         """Returns the array with `fill` at all other positions."""
@@ -123,7 +117,7 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         elements = program.avals[equation.ins[2]].shape
         windows, single = n.update_window_dims, n.inserted_window_dims
         starts, batched = n.scatter_dims_to_operand_dims, n.scatter_indices_batching_dims
-    if 0 in elements or 0 in shape:
+    if not shape or 0 in (*elements, *shape):
         return None
     if (found := columns(program, equation.ins[1])) is None:
         if program.const(equation.ins[1]) is None:
@@ -151,25 +145,20 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         if along:
             ((i, step),) = along.items()
             count, source = indices[i], outer[i]
-        last = first + step * (count - 1)  # in between, an affine function is within bounds, too
-        low, high = (first, last) if step > 0 else (last, first)
-        if low < 0 or high >= shape[d]:
+        if step < 0:
+            raise Left("its indices count backwards")
+        # In between, an affine function is within bounds, too.
+        if first < 0 or first + step * (count - 1) >= shape[d]:
             raise Left("its indices are not within bounds")
-        places.append((low, step, count, source))
+        places.append((first, step, count, source))
     # Different elements have different positions if each of their dimensions moves along one of
     # the array's, and no other does.
     order = [source for _, _, count, source in places if source is not None and count != 1]
     others = [i for i in range(len(elements)) if i not in order]
     if len({*order}) < len(order) or any(elements[i] != 1 for i in others):
         raise Left("its indices repeat positions, or take a diagonal")
-    return Grid(
-        tuple(shape),
-        tuple(f for f, _, _, _ in places),
-        tuple(abs(s) if c != 1 else 1 for _, s, c, _ in places),
-        tuple(c for _, _, c, _ in places),
-        tuple(d for d, (_, s, _, _) in enumerate(places) if s < 0),
-        (*order, *others),
-    )
+    first, step, count, _ = zip(*places)
+    return Grid(tuple(shape), first, step, count, (*order, *others))
 
 
 # ---------------------------------------------------------------- writes that cover an array
@@ -184,49 +173,39 @@ class Write:
     casts: tuple[Any, ...]
 
     def placed(self, update: Array) -> Array:
-        y = self.grid.placed(update)
-        for dtype in self.casts:
-            y = lax.convert_element_type(y, dtype)
-        return y
+        return functools.reduce(lax.convert_element_type, self.casts, self.grid.placed(update))
 
 
 def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -> list[Write]:
     """Returns the writes, the last of which is given, that leave nothing of an array; else []."""
     writes: list[Write] = []
-    v, casts, taken, left = last.outs[0], (), 0, 1
-    while (made := program.maker.get(v)) is not None and left > 0 and len(writes) < LONGEST:
+    v, casts = last.outs[0], ()
+    while (made := program.maker.get(v)) is not None and len(writes) < LONGEST:
         v = made.ins[0] if made.ins else -1
         if made.name == "convert_element_type":
             casts = (made.params["new_dtype"], *casts)
-        elif made.name == "scatter" and made in grids:
-            writes.append(Write(grids[made], made.ins[2], casts))
-            partial = writes[0].grid.partial
-            if not partial:
-                return writes
-            if len(partial) != 1 or grids[made].partial != partial:
-                return []
-            taken += grids[made].count[partial[0]]
-            left = grids[made].shape[partial[0]] - taken
-        else:
+            continue
+        if made.name != "scatter" or made not in grids:
             return []
-    writes.sort(key=lambda write: write.grid.first)
-    return writes if left == 0 and interleaved(writes) else []
-
-
-def interleaved(writes: Sequence[Write]) -> bool:
-    """Tells if writes take turns along an axis."""
-    n, grids = len(writes), [write.grid for write in writes]
-    return all(
-        (g.first[axis], g.step[axis], g.count[axis] * n) == (i, n, g.shape[axis])
-        for i, g in enumerate(grids)
-        for axis in g.partial
-    )
+        writes.append(Write(grids[made], made.ins[2], casts))
+        partial = writes[0].grid.partial
+        if not partial:
+            return writes
+        if len(partial) != 1 or grids[made].partial != partial:
+            return []
+        (axis,), one = partial, writes[0].grid
+        if len(writes) * one.count[axis] == one.shape[axis]:  # do they take turns along it?
+            writes.sort(key=lambda write: write.grid.first)
+            turns = [(w.grid.first[axis], w.grid.step[axis], w.grid.count[axis]) for w in writes]
+            n = len(writes)
+            return writes if turns == [(i, n, one.count[axis]) for i in range(n)] else []
+    return []
 
 
 def joined(writes: Sequence[Write], *updates: Array) -> Array:
     """Returns the array that writes cover."""
     parts = [write.placed(update) for write, update in zip(writes, updates, strict=True)]
-    if len(parts) == 1:
+    if not writes[0].grid.partial:
         return parts[0]
     (axis,) = writes[0].grid.partial
     return lax.reshape(jnp.stack(parts, axis + 1), writes[0].grid.shape)
@@ -240,23 +219,18 @@ def written(
 ) -> tuple[Sequence[int], str, Callable[..., Array]]:
     """Returns what is read, what serves and what computes the result of a scatter."""
     base, _, update = equation.ins
-    one, number, sets = grids[equation], program.uniform(base), equation.name == "scatter"
+    one, number = grids[equation], program.uniform(base)
     floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
-    if sets and (writes := covering(program, equation, grids)):
+    if writes := covering(program, equation, grids):
         served = "stack and reshape" if one.partial else "its update"
         return [w.update for w in writes], served, lambda *updates: joined(writes, *updates)
-    combine, same = (lambda _, u: u, 0) if sets else COMBINED[equation.name[-3:]]
     if number is not None and number.exact and number.normal and floats:  # the same bits
-        put = lambda u: one.padded(combine(lax.full_like(u, number.x), u), number.x)
-        return [update], "pad", lambda u: put(one.placed(u))
-    if sets and max(one.step, default=1) == 1:
+        return [update], "pad", lambda u: one.padded(one.placed(u), number.x)
+    if max(one.step, default=1) == 1:
         put = lambda x, u: lax.dynamic_update_slice(x, one.placed(u), one.first)
         return [base, update], "update of a slice", put
     if number is None and math.prod(one.shape) > SPARSEST * math.prod(one.count):
         raise Left("it writes few elements of a large array")
-    if not sets:
-        change = lambda x, u: combine(x, one.padded(one.placed(u), same))
-        return [base, update], f"pad and {equation.name[-3:]}", change
 
     def select(x: Array, u: Array) -> Array:
         here = one.padded(one.placed(lax.full_like(u, True, jnp.bool_)), False)
@@ -265,16 +239,12 @@ def written(
     return [base, update], "pad and select", select
 
 
-_COMBINING = "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"
-
-
 def found(program: Program) -> Iterator[Site | tuple[int, str]]:
     """Yields the reads and writes at constant indices; a value and the reason where one is left."""
     grids: dict[Equation, Grid] = {}
     for equation in program.equations:
         sets = equation.name == "scatter" and equation.params["update_jaxpr"] is None
-        combines = equation.name in _COMBINING
-        if not sets and not combines and equation.name != "gather":
+        if not sets and equation.name != "gather":
             continue
         (out,) = equation.outs
         aval = program.avals[out]
@@ -285,15 +255,14 @@ def found(program: Program) -> Iterator[Site | tuple[int, str]]:
             if one is None:
                 continue
             grids[equation] = one
-            if equation.name == "gather":
-                if one.count == one.shape and not one.flipped:
-                    continue  # the whole array: XLA reads it as it is
-                served = "strided slice" if max(one.step, default=1) > 1 else "slice"
-                served += ", reversed" if one.flipped else ""
-                reads = equation.ins[:1]
-                compute = lambda x, one=one, shape=aval.shape: one.read(x, shape)
-            else:
+            if sets:
                 reads, served, compute = written(program, equation, grids)
+            elif one.count == one.shape:
+                continue  # the whole array: XLA reads it as it is
+            else:
+                reads = equation.ins[:1]
+                served = "strided slice" if max(one.step, default=1) > 1 else "slice"
+                compute = lambda x, one=one, shape=aval.shape: one.read(x, shape)
         except Left as reason:
             yield out, str(reason)
             continue

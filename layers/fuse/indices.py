@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .constants import COMPARED, Known, evaluated
-from .labels import expand, moved_back
+from .labels import expand, fresh, moved, moved_back, size
 from .program import Program
 
 DEEPEST = 64
 """How many equations, one after another, are followed."""
 
 _PASSED = "copy", "stop_gradient", "sharding_constraint", "pvary", "pcast"
+_MOVES = "broadcast_in_dim", "transpose", "reshape", "squeeze", "expand_dims", "slice"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Affine:
 
     def times(self, n: int) -> "Affine":
         return Affine(tuple(n * c for c in self.coefficients), n * self.constant)
+
+    @classmethod
+    def number(cls, n: int, ndim: int) -> "Affine":
+        return cls((0,) * ndim, n)
+
+    @property
+    def below(self) -> "Affine":
+        """The function that is at least 0 where this one is not."""
+        return Affine(tuple(-c for c in self.coefficients), -self.constant - 1)
 
     def extremes(self, shape: Sequence[int]) -> tuple[int, int]:
         """Returns its least and its greatest value over an array's positions."""
@@ -52,12 +62,25 @@ def affine(program: Program, v: int, depth: int = DEEPEST) -> Affine | None:
     return program.proved[key]
 
 
+def counted(program: Program, v: int) -> int | None:
+    """Returns the dimension along which an array counts 0, 1, 2, …; None of others."""
+    found = affine(program, v)
+    steps = [d for d, c in enumerate(found.coefficients) if c] if found else []
+    known = found and not found.constant and len(steps) == 1 and sum(found.coefficients) == 1
+    return steps[0] if known else None
+
+
+def is_zero(program: Program, v: int) -> bool:
+    found = affine(program, v)
+    return found is not None and not found.constant and not any(found.coefficients)
+
+
 def _affine(program: Program, v: int, depth: int) -> Affine | None:
     aval, made = program.avals[v], program.maker.get(v)
     if not jnp.issubdtype(aval.dtype, jnp.integer) or depth == 0 or 0 in aval.shape:
         return None
     if (number := program.uniform(v)) is not None:
-        return Affine((0,) * aval.ndim, int(number.x))
+        return Affine.number(int(number.x), aval.ndim)
     found = None if made is None else _affine_of(program, made, aval, depth - 1)
     found = found or _constant_affine(program, v)
     if found is None:
@@ -84,17 +107,11 @@ def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | N
             return None
         case "neg":
             return a.times(-1) if (a := back(0)) else None
-        case "rev":  # position i of n is n - 1 - i
-            if (a := back(0)) is None:
-                return None
-            flipped = [(d, c) for d, c in enumerate(a.coefficients) if d in p["dimensions"]]
-            turned = tuple(-c if d in p["dimensions"] else c for d, c in enumerate(a.coefficients))
-            return Affine(turned, a.constant + sum(c * (aval.shape[d] - 1) for d, c in flipped))
         case "convert_element_type":  # integers that do not fit wrap
             return back(0)
         case name if name in _PASSED:
             return back(0)
-        case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
+        case name if name in _MOVES:
             given = program.avals[made.ins[0]].shape
             return _moved(made, a, given, aval) if (a := back(0)) else None
         case "select_n" if len(made.ins) == 3:  # the mask is the same everywhere
@@ -107,7 +124,7 @@ def _widened(a: Affine | None, ndim: int) -> Affine | None:
     """Returns a scalar's function as one of an array it is combined with."""
     if a is None or len(a.coefficients) == ndim:
         return a
-    return Affine((0,) * ndim, a.constant) if not a.coefficients else None
+    return None if a.coefficients else Affine.number(a.constant, ndim)
 
 
 def _constant_affine(program: Program, v: int) -> Affine | None:
@@ -129,11 +146,8 @@ def _constant_affine(program: Program, v: int) -> Affine | None:
 # ---------------------------------------------------------------- masks
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """The positions at which a mask is true: wherever all of `above` are at least 0."""
-
-    above: tuple[Affine, ...] = ()
+Region = tuple[Affine, ...]
+"""The positions at which a mask is true: wherever all of these are at least 0."""
 
 
 def region(program: Program, v: int, depth: int = DEEPEST) -> Region | None:
@@ -147,7 +161,7 @@ def region(program: Program, v: int, depth: int = DEEPEST) -> Region | None:
 
 
 def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
-    everywhere = lambda true: Region() if true else Region((Affine((0,) * aval.ndim, -1),))
+    everywhere = lambda true: () if true else (Affine.number(-1, aval.ndim),)
     if (number := program.uniform(v)) is not None:
         return everywhere(number.x)
     made = program.maker.get(v)
@@ -160,38 +174,32 @@ def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
         if no == yes:
             return everywhere(yes)
         found = region(program, two.mask, depth)
-        return found if yes or found is None else _complement(found)
+        return found if yes or found is None else complement(found)
     match made.name:
         case "ge" | "gt" | "le" | "lt" | "eq":  # integers: a > b is a >= b + 1
             a, b = (_widened(affine(program, v, depth), aval.ndim) for v in made.ins)
             if a is None or b is None:
                 return None
-            one = Affine((0,) * aval.ndim, -1 if made.name in ("gt", "lt") else 0)
+            one = Affine.number(-1 if made.name in ("gt", "lt") else 0, aval.ndim)
             up, down = a + b.times(-1) + one, b + a.times(-1) + one
-            return Region(
-                (up, down) if made.name == "eq" else (up,) if made.name[0] == "g" else (down,)
-            )
+            return (up, down) if made.name == "eq" else (up,) if made.name[0] == "g" else (down,)
         case "and":  # both intersections
             a, b = back(0), back(1)
-            return Region((*a.above, *b.above)) if a and b else None
+            return None if a is None or b is None else (*a, *b)
         case "select_n" if len(made.ins) == 3:  # jnp.tril: with False on one side, an "and"
-            which, no, yes = (
-                back(i) if program.avals[made.ins[i]].ndim == aval.ndim else None for i in range(3)
-            )
-            no_number = program.number(made.ins[1])
-            if which and yes and no_number == 0:
-                return Region((*which.above, *yes.above))
-            yes_number = program.number(made.ins[2])
-            if which and no and yes_number == 0 and len(which.above) == 1:
-                return Region((which.above[0].times(-1) + Affine((0,) * aval.ndim, -1), *no.above))
-            return None
-        case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
-            a = back(0)  # each half-space by itself
-            given = program.avals[made.ins[0]].shape
-            if a is None:
+            if program.avals[made.ins[0]].ndim != aval.ndim or (which := back(0)) is None:
                 return None
-            moved = [m for one in a.above if (m := _moved(made, one, given, aval)) is not None]
-            return Region(tuple(moved)) if len(moved) == len(a.above) else None
+            sides = (which, 2, 1), (complement(which), 1, 2)
+            for where, one, other in sides:
+                if where is not None and program.number(made.ins[other]) == 0:
+                    return None if (more := back(one)) is None else (*where, *more)
+            return None
+        case name if name in _MOVES:  # each half-space by itself
+            given = program.avals[made.ins[0]].shape
+            if (found := back(0)) is None:
+                return None
+            each = tuple(m for one in found if (m := _moved(made, one, given, aval)) is not None)
+            return each if len(each) == len(found) else None
     return None
 
 
@@ -203,7 +211,7 @@ def decided(program: Program, v: int, depth: int = DEEPEST) -> bool | None:
     found, shape = region(program, v, depth), program.avals[v].shape
     if found is None:
         return None
-    extremes = [one.extremes(shape) for one in found.above]
+    extremes = [one.extremes(shape) for one in found]
     if all(low >= 0 for low, _ in extremes):
         return True
     return False if any(high < 0 for _, high in extremes) else None
@@ -275,12 +283,9 @@ def _two_of(program: Program, made: Any, aval: Any, dims: Any, depth: int) -> Tw
     return Two(two.mask, two.dims, no, yes) if no is not None and yes is not None else None
 
 
-def _complement(found: Region) -> Region | None:
-    """Returns where one half-space is not: a >= 0 is false where -a - 1 >= 0, for integers."""
-    if len(found.above) != 1:
-        return None
-    (one,) = found.above
-    return Region((one.times(-1) + Affine((0,) * len(one.coefficients), -1),))
+def complement(found: Region) -> Region | None:
+    """Returns where one half-space is not; None for an intersection of several."""
+    return (found[0].below,) if len(found) == 1 else None
 
 
 def _constant_region(program: Program, v: int) -> Region | None:
@@ -299,33 +304,33 @@ def _constant_region(program: Program, v: int) -> Region | None:
     along = lambda sign: tuple(
         sign if d == dims[0] else -sign if d == dims[1] else 0 for d in range(x.ndim)
     )
-    above = []
-    if low > -(s - 1):
-        above.append(Affine(along(1), -low))
-    if high < t - 1:
-        above.append(Affine(along(-1), high))
-    return Region(tuple(above))
+    ends = (Affine(along(1), -low), low > 1 - s), (Affine(along(-1), high), high < t - 1)
+    return tuple(end for end, cuts in ends if cuts)
 
 
 def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | None:
-    """Returns the function of an array laid out anew; None where a reshape mixes dimensions."""
+    """Returns the function of an array laid out anew; None where it is none of its positions."""
     p = made.params
-    match made.name:
-        case "transpose":
-            return Affine(tuple(a.coefficients[i] for i in p["permutation"]), a.constant)
-        case "broadcast_in_dim":
-            out = [0] * aval.ndim
-            for i, d in enumerate(map(int, p["broadcast_dimensions"])):
-                out[d] = a.coefficients[i] if given[i] != 1 else 0
-            return Affine(tuple(out), a.constant)
-        case "slice":  # position i is the operand's first + i · stride
-            steps = p["strides"] or (1,) * aval.ndim
-            first = sum(c * s for c, s in zip(a.coefficients, p["start_indices"]))
-            return Affine(tuple(c * s for c, s in zip(a.coefficients, steps)), a.constant + first)
-        case _:  # dimensions of size 1 come and go
-            if [n for n in given if n != 1] != [n for n in aval.shape if n != 1]:
+    if made.name == "slice":  # position i is the operand's first + i · stride
+        steps = p["strides"] or (1,) * aval.ndim
+        first = sum(c * s for c, s in zip(a.coefficients, p["start_indices"]))
+        return Affine(tuple(c * s for c, s in zip(a.coefficients, steps)), a.constant + first)
+    before = fresh(given)
+    after = moved(made, before, given, aval.shape)
+    if after is None:
+        return None
+    steps = {}  # by label; a reshape that has split one counts its second part by 1
+    for labels, c in zip(before, a.coefficients):
+        count = size(labels)
+        for label in expand(labels):
+            count //= label.size
+            steps[label] = c * count
+    out = []
+    for labels in after:
+        own, count = [steps.get(l, 0) for l in labels], size(labels)
+        for label, c in zip(labels, own):
+            count //= label.size
+            if c != own[-1] * count:
                 return None
-            if p.get("dimensions") is not None and made.name == "reshape":
-                return None
-            left = iter([c for c, n in zip(a.coefficients, given) if n != 1])
-            return Affine(tuple(next(left) if n != 1 else 0 for n in aval.shape), a.constant)
+        out.append(own[-1] if own else 0)
+    return Affine(tuple(out), a.constant)

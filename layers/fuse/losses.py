@@ -9,19 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..cross_entropy.linear import best_words, linear_cross_entropy
 from ..cross_entropy.op import aligned_words
 from ..quantization.quantize import fits
-from .attention import MASKED
 from .constants import ARITHMETIC
-from .forms import Form, Mask, Scores, Term, Weight
-from .labels import Dims, Labels, arrange, atoms, expand, size
+from .forms import Form, Scores, Term
+from .labels import Dims, Label, Labels, arrange, atoms, expand, size
 from .products import unfit
 from .program import Program
 from .scores import Operands, ScoreForms
-from .sites import Left, Site, together
+from .sites import Left, Site, said, together
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -37,12 +35,14 @@ class Loss(Site):
       labels: (value, labels) of the words, None for log-sum-exps alone.
       outside: what one outside the vocabulary gives.
       words: the labels of the vocabulary.
-      biases: (value, labels, factor) of what is added to the logits.
-      masks: what a mask adds to them: (mask, labels, where it adds nothing, number).
-      hidden: the words whose logits a mask replaces, and the number it writes; None.
       lse, pick, sum: what these are multiplied by, the last of all logits of a row.
-      summed: the labels of rows that are summed over.
+      form: the value's; it has what is summed over, and the weights.
+      base, axis: the logits, with what is added to them, and the vocabulary.
     """
+
+    form: Form
+    base: Scores
+    axis: frozenset[Label]
 
     x: tuple[int, Dims]
     kernel: tuple[int, Dims]
@@ -52,29 +52,25 @@ class Loss(Site):
     labels: tuple[int, Dims] | None
     outside: str
     words: Labels
-    biases: tuple[tuple[int, Dims, float], ...]
-    masks: tuple[Mask, ...]
-    hidden: tuple[np.ndarray, float] | None
     lse: float
     pick: float
     sum: float
     softcap: float | None
     factor: float
-    weights: tuple[Weight, ...]
-    summed: frozenset[Any]
-    vocabulary: int
     dtype: Any
     logits_dtype: Any
     quantization: Any
     aval: Any
-    dims: Dims
-    key: Any
+
+    @property
+    def vocabulary(self) -> int:
+        return size(self.words)
 
     @property
     def total(self) -> bool:
         """Tells if it is a multiple of the sum of all rows' cross-entropies."""
         cross = self.lse == -self.pick
-        return cross and self.outside != "0" and not self.sum and self.summed >= set(self.rows)
+        return cross and self.outside != "0" and not self.sum and self.form.summed >= set(self.rows)
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         return [self.computed(read, {}, self.total)]
@@ -83,47 +79,45 @@ class Loss(Site):
         """Returns the value; `shared` has the losses and log-sum-exps of rows, once computed."""
         place = lambda v, dims: arrange(v, dims, [[a] for a in self.rows])
         selected, weights = None, None
-        for w in self.weights:
+        for w in self.form.weights:
             value = place(read(w.value), w.dims)
             if w.select:
                 value = value == w.keep
                 selected = value if selected is None else selected & value
             else:
                 weights = value if weights is None else weights * value
-        if total and ("drop" in self.outside or self.hidden):
-            inside = self._is_word(read, place)
-            inside = inside if selected is None else inside | ~selected
-            whole = lambda: self._total(read, place, selected, weights)
-            return jax.lax.cond(jnp.all(inside), whole, lambda: self.computed(read, {}, False))
         if total:
-            return self._total(read, place, selected, weights)
+            options = {"reduction": "sum", "weights": weights}
+            whole = lambda: self.lse * self._call(read, place, selected, **options)
+            if "drop" not in self.outside:
+                return whole().astype(self.aval.dtype)
+            inside = self._inside(read, place)
+            inside = inside if selected is None else inside | ~selected
+            each = lambda: self.computed(read, {}, False)
+            return jax.lax.cond(jnp.all(inside), lambda: whole().astype(self.aval.dtype), each)
         if self.labels not in shared:
             options = {"reduction": "none", "with_lse": True}
             shared[self.labels] = self._call(read, place, None, alone=True, **options)
         loss, lse = shared[self.labels]
         y = self.lse * lse
+        inside = None if self.labels is None else self._inside(read, place)
         if self.outside == "all 0":
             outside = -self.sum * self.vocabulary * lse
-            picked = self._replaced(read, place, lse - loss, self.hidden and self.hidden[1])
-            y = jnp.where(self._inside(read, place), y + self.pick * picked, outside)
+            y = jnp.where(inside, y + self.pick * (lse - loss), outside)
         elif self.labels is not None:
             together = self.outside.startswith("all")  # the log-sum-exp's gradient goes with it
             y = (self.lse + self.pick) * lse if together else y
             picked = -loss if together else lse - loss
-            number = self.hidden[1] - lse * together if self.hidden else None
-            picked = self._replaced(read, place, picked, number)
-            if self.outside != "clip":
-                values = {"0": 0, "nan": jnp.nan, "drop": jax.lax.stop_gradient(picked)}
-                outside = values[self.outside.removeprefix("all ")]
-                picked = jnp.where(self._inside(read, place), picked, outside)
-            y = y + self.pick * picked
+            values = {"0": 0, "nan": jnp.nan, "clip": picked, "drop": jax.lax.stop_gradient(picked)}
+            outside = values[self.outside.removeprefix("all ")]
+            y = y + self.pick * jnp.where(inside, picked, outside)
         if self.sum:
             y = y + self.sum * self._totals(read)
         y = y if selected is None else jnp.where(selected, y, 0)
         y = y if weights is None else y * weights
-        y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.summed])
-        left = tuple((a,) for a in self.rows if a not in self.summed)
-        return arrange(y, left, self.dims).astype(self.aval.dtype)
+        y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.form.summed])
+        left = tuple((a,) for a in self.rows if a not in self.form.summed)
+        return arrange(y, left, self.form.dims).astype(self.aval.dtype)
 
     def _words(self, read: Any, place: Any) -> Any:
         """The labels, in a dtype that has -1 and the size of the vocabulary."""
@@ -139,41 +133,17 @@ class Loss(Site):
         labels = self._words(read, place)
         return (labels >= 0) & (labels < self.vocabulary)
 
-    def _is_hidden(self, read: Any, place: Any) -> Any:
-        """Tells which labels are of words whose logits a mask replaces."""
-        assert self.hidden is not None
-        labels = self._words(read, place)
-        within = jnp.clip(labels, 0, self.vocabulary - 1)
-        hidden = jnp.asarray(self.hidden[0])[within]
-        clips = "clip" in self.outside or "drop" in self.outside
-        return hidden if clips else hidden & (labels == within)
-
-    def _replaced(self, read: Any, place: Any, picked: Any, number: Any) -> Any:
-        """Returns picked elements, with the number where a mask replaces the label's logit."""
-        return jnp.where(self._is_hidden(read, place), number, picked) if self.hidden else picked
-
-    def _is_word(self, read: Any, place: Any) -> Any:
-        """Tells which labels have the loss of `linear_cross_entropy`, gradients included."""
-        inside = self._inside(read, place) if "drop" in self.outside else True
-        return inside & ~self._is_hidden(read, place) if self.hidden else inside
-
     def _bias(self, read: Any) -> Any:
         """Returns what is added to the logits, one number a word; None for nothing."""
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
         added = [
             (read(v).astype(wide) * factor if factor != 1 else read(v), dims)
-            for v, dims, factor in self.biases
+            for v, dims, factor in self.base.biases
         ]
-        for m in self.masks:
+        for m in self.base.masks:
             added.append((jnp.where(read(m.value) == m.keep, 0, jnp.asarray(m.fill, wide)), m.dims))
-        if self.hidden:
-            added.append((jnp.where(self.hidden[0], -jnp.inf, jnp.zeros((), wide)), (self.words,)))
         of_words = [arrange(x, dims, [self.words]) for x, dims in added]
         return functools.reduce(jnp.add, of_words) if of_words else None
-
-    def _total(self, read: Any, place: Any, selected: Any, weights: Any) -> Any:
-        y = self._call(read, place, selected, reduction="sum", weights=weights)
-        return (self.lse * y).astype(self.aval.dtype)
 
     def _operands(self, read: Any) -> tuple[Any, Any]:
         x, kernel = (
@@ -199,21 +169,15 @@ class Loss(Site):
         self, read: Any, place: Any, selected: Any, alone: bool = False, **options: Any
     ) -> Any:
         x, kernel = self._operands(read)
-        ignore = None
-        if self.labels is None:
-            labels = jnp.zeros(x.shape[:-1], jnp.int32)
-        else:
+        ignore, labels = None, jnp.zeros(x.shape[:-1], jnp.int32)
+        if self.labels is not None:
             labels = self._words(read, place)
-        clipped = "clip" in self.outside or "drop" in self.outside
-        if clipped or "nan" in self.outside and alone:
+        if self.outside.endswith(("clip", "drop")) or "nan" in self.outside and alone:
             labels = jnp.clip(labels, 0, self.vocabulary - 1)
         elif "0" in self.outside:
-            labels, ignore = jnp.where((labels >= 0) & (labels < self.vocabulary), labels, -1), -1
+            labels, ignore = jnp.where(self._inside(read, place), labels, -1), -1
         elif selected is not None:  # -1 is a label outside here, and not ignored
             labels = jnp.where(labels < 0, self.vocabulary, labels)
-        if self.hidden and self.labels is not None:  # their cost is added later, or not taken
-            word = int(np.argmin(self.hidden[0]))
-            labels = jnp.where(self._is_hidden(read, place), word, labels)
         if selected is not None:  # the others cost 0, whatever their labels
             labels, ignore = jnp.where(selected, labels, -1), -1
         return linear_cross_entropy(
@@ -268,7 +232,7 @@ class BestWords(Site):
             logits_dtype=self.of.logits_dtype,
         )
         rows = tuple((a,) for a in self.of.rows)
-        return [arrange(words, rows, self.of.dims).astype(self.of.aval.dtype)]
+        return [arrange(words, rows, self.of.form.dims).astype(self.of.aval.dtype)]
 
 
 def joined(program: Program, sites: list[Site]) -> list[Site]:
@@ -281,7 +245,7 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
         served = first.served.replace("sum", "a row each")
         return Losses(outs, reads, first.dead, first.what, served, tuple(group))
 
-    key_of = lambda site: (site.key, site.rows) if isinstance(site, Loss) else None
+    key_of = lambda site: (site.base, site.axis, site.rows) if isinstance(site, Loss) else None
     return together(program, sites, key_of, one)
 
 
@@ -301,7 +265,7 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         raise Left("an element of the logits, and no log-sum-exp")
     if size(words) < SMALLEST:
         raise Left(f"{size(words)} classes only")
-    biases, masks, hidden = _of_words(g, base, words)
+    _check_words(g, base, words)
     order = atoms(found.w[1])
     if set(order) != {*words, *contract} or set(atoms(found.sides[found.right])) != set(order):
         raise Left("the kernel has more dimensions than the vocabulary's and the features'")
@@ -315,31 +279,25 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     rows = tuple(cuts.get(a, a) for a in whole)
     if {*atoms(form.dims), *form.summed} != {*rows} or any(l.free for l in rows):
         raise Left("it is not of all rows")
-    lse = sum(f for t, f in form.terms if t.kind == "lse")
-    pick = sum(f for t, f in form.terms if t.kind == "pick")
+    lse, pick, total = (
+        sum(f for t, f in form.terms if t.kind == kind) for kind in ("lse", "pick", "total")
+    )
     picked = [t for t, _ in form.terms if t.kind == "pick"]
     labels, outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
-    total = sum(f for t, f in form.terms if t.kind == "total")
     if outside == "all 0" and (
         abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
     ):
         raise Left("a one-hot product of log-probabilities with other log-sum-exps")
-    if total and (base.inner is not None or hidden):
-        raise Left("smoothed labels of logits with a soft cap or a mask")
+    if total and base.inner is not None:
+        raise Left("smoothed labels of logits with a soft cap")
     if labels is not None and not set(atoms(labels[1])) <= set(rows):
         raise Left("its labels differ along more than its rows")
     transposed = order.index(words[0]) < order.index(contract[0])
     kernel_to = (words, contract) if transposed else (contract, words)
     if order != (*expand(kernel_to[0]), *expand(kernel_to[1])):
         raise Left("the kernel's features and words are not each in a row")
-    inner, factor = base.inner, base.scale
-    softcap = None
-    if inner is not None:  # scale · tanh(inner · z)
-        softcap, factor = base.scale, base.scale * inner
-        if softcap <= 0:
-            raise Left("a soft cap that is not positive")
-    operands = [found.x[3], found.w[3]]
-    dtype = jnp.promote_types(*operands)
+    softcap, factor = found.softcap, found.factor
+    dtype = jnp.promote_types(found.x[3], found.w[3])
     if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
         raise Left(f"operands of {dtype}")
     logits = g.avals[base.dot.outs[0]].dtype
@@ -355,20 +313,17 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         count = aligned_words(size(words), softcap)
         why = unfit(base.dot, dtype, size(contract), count)
         why = why or _unfit_here(kernel, size(words), softcap)
+    pairs = found.x, found.w, *([labels] if labels else []), *base.biases
+    reads = [v for v, *_ in pairs] + [a.value for a in (*base.masks, *form.weights)]
     site = Loss(
         outs=(value,),
-        reads=tuple(
-            dict.fromkeys(
-                [found.x[0], found.w[0]]
-                + ([labels[0]] if labels else [])
-                + [v for v, *_ in biases]
-                + [m.value for m in masks]
-                + [w.value for w in form.weights]
-            )
-        ),
+        reads=tuple(dict.fromkeys(reads)),
         dead=(base.dot.outs[0],),
         what=f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}",
         served="",
+        form=form,
+        base=base,
+        axis=axis,
         x=found.x[:2],
         kernel=found.w[:2],
         transposed=transposed,
@@ -377,35 +332,29 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         labels=labels,
         outside=outside,
         words=words,
-        biases=biases,
-        masks=masks,
-        hidden=hidden,
         lse=lse,
         pick=pick,
         sum=total,
         softcap=softcap,
         factor=factor,
-        weights=form.weights,
-        summed=form.summed,
-        vocabulary=size(words),
         dtype=dtype,
         logits_dtype=jnp.promote_types(logits, dtype),
         quantization=None if why else quantization,
         aval=g.avals[value],
-        dims=form.dims,
-        key=(base, axis),
     )
-    parts = {"sum": site.total, "a row each": not site.total, f"softcap {softcap}": softcap}
-    parts |= {
-        "bias": biases,
-        "masked words": masks or hidden,
+    parts = {
+        "sum": site.total,
+        "a row each": not site.total,
+        f"softcap {softcap}": softcap,
+        "bias": base.biases,
+        "masked words": base.masks,
         "log-sum-exps": not picked,
         "label smoothing": total,
         "weighted": form.weights,
+        "gradient in fp8": site.quantization,
+        f"gradient not in fp8 ({why})": why,
     }
-    parts |= {"gradient in fp8": site.quantization, f"gradient not in fp8 ({why})": why}
-    said = ", ".join(name for name, is_so in parts.items() if is_so)
-    site.served = f"linear_cross_entropy: {said}"
+    site.served = f"linear_cross_entropy: {said(parts)}"
     return site
 
 
@@ -421,38 +370,17 @@ def _unfit_here(kernel: Any, words: int, softcap: float | None) -> str:
     return ""
 
 
-def _of_words(g: Program, base: Scores, words: Labels) -> tuple[Any, tuple[Mask, ...], Any]:
-    """Returns what is added to the logits of each word, and which words' logits are replaced.
-
-    Raises:
-      Left: for what differs along rows, or is not known when the program is traced.
-    """
+def _check_words(g: Program, base: Scores, words: Labels) -> None:
+    """Raises Left for what is added to logits and differs along rows, and for other masks."""
     if base.inner is not None and (base.biases or base.masks):
         raise Left("logits with a soft cap and then a bias or a mask")
-    scale = base.scale if base.inner is not None else 1.0
-    biases = (*base.biases, *[(v, dims, f * scale) for v, dims, f in base.capped])
-    if not {*atoms(d for _, dims, _ in biases for d in dims)} <= {*words}:
-        raise Left("the logits have a bias that differs along rows")
-    if any(not jnp.issubdtype(g.avals[v].dtype, jnp.floating) for v, *_ in biases):
+    every = [*[dims for _, dims, _ in base.biases], *[m.dims for m in base.masks]]
+    if not {*atoms(d for dims in every for d in dims)} <= {*words}:
+        raise Left("the logits have a bias or a mask that differs along rows")
+    if any(not jnp.issubdtype(g.avals[v].dtype, jnp.floating) for v, *_ in base.biases):
         raise Left("what is added to the logits are integers")
-    masks = tuple(m for m in base.masks if m.added)
-    if not {*atoms(d for m in base.masks for d in m.dims)} <= {*words}:
-        raise Left("the logits have a mask that differs along rows")
-    replaced = [m for m in base.masks if not m.added]
-    if not replaced:
-        return biases, masks, None
-    fills = {m.fill for m in replaced}
-    if masks or len(fills) > 1 or any(m.changed for m in replaced) or max(fills) > MASKED:
-        raise Left("the logits have several masks, or one that others are added to, or a small one")
-    hidden = np.zeros(size(words), bool)
-    for m in replaced:
-        constant = g.const(m.value)
-        if constant is None or atoms(m.dims) != words:
-            raise Left("the mask of the vocabulary is not a constant")
-        hidden |= constant.reshape(-1) != m.keep
-    if hidden.all():
-        raise Left("a mask replaces all logits")
-    return biases, (), (hidden, fills.pop())
+    if not all(m.added for m in base.masks):
+        raise Left("a mask replaces logits; one that is added is served")
 
 
 def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:

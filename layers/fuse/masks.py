@@ -11,14 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from .forms import Form, Mask, Weight
-from .indices import affine, two_valued
+from .indices import counted, two_valued
 from .labels import Dims, atoms, expand, shape_of
 from .program import Equation
 
 
 def multiplied(g: Any, form: Form, other: int) -> Form | None:
     """A form times an array: of a mask, a one-hot array, or the weights of losses."""
-    if form.mixed or not _fits(g, other, form):
+    if form.mixed or not _fits(g, other, form.dims):
         return None
     if form.along and form.exp:
         pred, dims = _booleans(g, other, form)
@@ -51,9 +51,9 @@ def _booleans(g: Any, v: int, form: Form) -> Any:
     return two.mask, two.dims
 
 
-def _fits(g: Any, v: int, form: Form) -> bool:
-    """Tells if an array has a form's dimensions, or 1 in the place of some."""
-    shape, sizes = g.program.avals[v].shape, shape_of(form.dims)
+def _fits(g: Any, v: int, dims: Dims) -> bool:
+    """Tells if an array has dimensions of these labels, or 1 in the place of some."""
+    shape, sizes = g.program.avals[v].shape, shape_of(dims)
     return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
 
 
@@ -69,18 +69,12 @@ def _weighted(
 
 def biased(g: Any, form: Form, other: int, sign: float) -> Form | None:
     """scores + other: a bias, or a mask that was written as 0 and a large negative number."""
-    if not _fits(g, other, form):
+    if not _fits(g, other, form.dims):
         return None
     v, dims, factor, _ = g.peel(other, form.dims, scale=True)
     made = g.program.maker.get(v)
     if made is not None and made.name in ("add", "sub") and factor == 1:  # several at once
-        shape = g.program.avals[v].shape
-        parts = [g.program.avals[u] for u in made.ins]
-        whole = all(
-            len(a.shape) == len(shape) and all(n in (1, m) for n, m in zip(a.shape, shape))
-            for a in parts
-        )
-        if whole and all(g.program.number(u) is None for u in made.ins):
+        if all(_fits(g, u, dims) and g.program.number(u) is None for u in made.ins):
             first = _added(g, form, made.ins[0], dims, sign)
             second = sign if made.name == "add" else -sign
             return first and _added(g, first, made.ins[1], dims, second)
@@ -145,15 +139,9 @@ def one_hot(g: Any, form: Form, pred: int, dims: Dims) -> Form | None:
             continue
         v, at, *_ = g.peel(labels, dims)
         axis = tuple(l for l in atoms(form.dims) if l not in atoms(at))
-        found = affine(g.program, count)
-        if (
-            found is None
-            or found.constant
-            or not jnp.issubdtype(g.program.avals[v].dtype, jnp.integer)
-        ):
-            continue
-        steps = [i for i, c in enumerate(found.coefficients) if c]
-        if len(steps) == 1 and found.coefficients[steps[0]] == 1 and expand(dims[steps[0]]) == axis:
+        along = counted(g.program, count)
+        integers = jnp.issubdtype(g.program.avals[v].dtype, jnp.integer)
+        if along is not None and integers and expand(dims[along]) == axis:
             return replace(form, hot=((v, at), frozenset(axis), 0.0, 1.0))
     return None
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from . import masks
 from .forms import MAXIMA, Form, Mixed, Scores, Term, plus, scaled
-from .indices import affine
+from .indices import counted, is_zero
 from .labels import (
     Dims,
     Label,
@@ -94,15 +94,10 @@ class ScoreForms:
                 if kinds[0] == kinds[1] and (kinds[0] or given.dtype == g.avals[v].dtype):
                     back, dtype = dims, min(given.dtype, dtype, key=lambda d: d.itemsize)
             elif scale and made.name in ("mul", "div"):
-                numbers, c = [g.number(u) for u in made.ins], 1.0
-                if numbers[1] and g.avals[source].shape == shape:
-                    back, c = dims, numbers[1]
-                elif numbers[0] and made.name == "mul" and g.avals[made.ins[1]].shape == shape:
-                    back, c, source = dims, numbers[0], made.ins[1]
-                if back is not None and math.isfinite(c):
-                    factor *= c if made.name == "mul" else 1 / c
-                else:
-                    back = None
+                i = 1 if g.number(made.ins[1]) is not None or made.name == "div" else 0
+                c, source = g.number(made.ins[i]), made.ins[1 - i]
+                if c and math.isfinite(c) and g.avals[source].shape == shape:
+                    back, factor = dims, factor * (c if made.name == "mul" else 1 / c)
             else:
                 back = moved_back(made, dims, given.shape, shape)
             if back is None:
@@ -120,8 +115,6 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
         return None
     contract, batch = made.params["dimension_numbers"]
     side = next((i for i, f in enumerate(forms) if f and f.soft), None)
-    if side is None and (picked := _picked(g, made, forms)) is not None:
-        return picked
     dims = [fresh(a.shape) for a in avals]
     first = side or 0
     known = None if side is None else forms[side]
@@ -140,33 +133,6 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
         return Form(Scores(made), out)
     axis = atoms(known.dims[i] for i in contract[side])
     return replace(known, dims=out, mixed=Mixed(made, 1 - side, dims[1 - side], axis))
-
-
-def _picked(g: ScoreForms, made: Equation, forms: Any) -> Form | None:
-    """Σ one-hot · scores, as a product over the axis of rows that both have."""
-    contract, batch = made.params["dimension_numbers"]
-    for i, form in enumerate(forms):
-        if form is None or form.exp or not form.along or form.hot or form.mixed or form.weights:
-            continue
-        own, other = contract[i], made.ins[1 - i]
-        if len(own) != 1 or len(own) + len(batch[i]) != len(form.dims):
-            continue
-        to = dict(zip((*contract[1 - i], *batch[1 - i]), (*own, *batch[i])))
-        if len(to) != g.program.avals[other].ndim:
-            continue
-        dims = tuple(form.dims[to[d]] for d in range(len(to)))
-        pred, at, *_ = g.peel(other, dims)
-        inner = g.program.maker.get(pred)
-        if inner is None or inner.name != "convert_element_type":
-            continue
-        hot = masks.one_hot(g, replace(form, dims=dims), inner.ins[0], at)
-        axis = frozenset(expand(form.dims[own[0]]))
-        if hot is None or hot.hot[1] != axis or any(t.axis != axis for t, _ in form.terms):
-            continue
-        term = Term("pick", form.base, axis, hot.hot[0], "all 0" if form.terms else "0")
-        terms = plus(form.terms, frozenset({(term, form.along)}))
-        return replace(form, dims=tuple(form.dims[d] for d in batch[i]), along=0.0, terms=terms)
-    return None
 
 
 def _layout(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:
@@ -284,16 +250,11 @@ def _drop_counted(
     for i, column in [*columns.items()]:
         if len(columns) == 1:
             return
-        counted = affine(program, column)
-        if counted is None or counted.constant:
-            continue
-        steps = [j for j, c in enumerate(counted.coefficients) if c]
-        if len(steps) == 1 and counted.coefficients[steps[0]] == 1 and steps[0] < len(rows):
-            (j,) = steps
-            if rows[j] is None and lengths[j] == shape[i]:
-                rows[j] = form.dims[i]
-                del columns[i]
-        elif not steps and shape[i] == 1:
+        j = counted(program, column)
+        if j is not None and j < len(rows) and rows[j] is None and lengths[j] == shape[i]:
+            rows[j] = form.dims[i]
+            del columns[i]
+        elif shape[i] == 1 and is_zero(program, column):
             del columns[i]
 
 
@@ -356,8 +317,7 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
 def _dropped(g: ScoreForms, made: Equation, form: Form, out: Any) -> Form | None:
     """A gather of a whole array, which only takes dimensions of size 1 away."""
     d = made.params["dimension_numbers"]
-    start = affine(g.program, made.ins[1])
-    if start is None or start.constant or any(start.coefficients):
+    if not is_zero(g.program, made.ins[1]):
         return None
     kept = iter([x for i, x in enumerate(form.dims) if i not in d.collapsed_slice_dims])
     offsets = set(d.offset_dims)
@@ -393,9 +353,8 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
         case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
             return replace(form, terms=plus(frozenset(), form.terms, -1.0))
         case "tanh" if form.along == 1 and not form.exp and not form.terms:
-            if s == Scores(s.dot, s.scale, biases=s.biases, added=s.added):
-                capped = Scores(s.dot, 1.0, s.scale, capped=s.biases, added=s.added)
-                return replace(form, base=capped)
+            if s == Scores(s.dot, s.scale):
+                return replace(form, base=Scores(s.dot, 1.0, s.scale))
     return None
 
 
@@ -435,9 +394,15 @@ class Operands:
       left, right: which operand is which.
       x, w: (value, labels, factor, narrowest dtype) of what they were made of; without `scale` the
         factor is 1.
+      softcap, factor: scores are factor · x·w, or softcap · tanh(factor · x·w / softcap).
     """
 
     def __init__(self, forms: ScoreForms, base: Scores, axis: frozenset[Label], scale: bool):
+        self.softcap, self.factor = None, base.scale
+        if base.inner is not None:  # scale · tanh(inner · x·w)
+            self.softcap, self.factor = base.scale, base.scale * base.inner
+            if base.scale <= 0:
+                raise Left("a soft cap that is not positive")
         self.sides = forms.sides[base.dot]
         wanted = set(expand(axis))
         on = [i for i in (0, 1) if wanted <= set(atoms(self.sides[i]))]

@@ -123,6 +123,11 @@ def fitted(y: Any, aval: Any) -> Any:
     return y
 
 
+def said(parts: Mapping[str, Any]) -> str:
+    """Returns the names of what is true, for the report."""
+    return ", ".join(name for name, is_so in parts.items() if is_so)
+
+
 def explained(error: Exception) -> str:
     """Returns the reason that a row gives for an error."""
     error = error.error if isinstance(error, SiteFailed) else error

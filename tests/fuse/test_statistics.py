@@ -43,7 +43,7 @@ CASES = {
     "accuracy": step(lambda x, w: x @ w, lambda z, y: (jnp.argmax(z, -1) == y).mean()),
     "soft cap": step(lambda x, w: 2 * jnp.tanh(x @ w / 2)),
     "bias": step(lambda x, w: x @ w + jnp.arange(V, dtype=w.dtype) % 3),
-    "words hidden": step(lambda x, w: jnp.where(jnp.arange(V) < V - 2, x @ w, -1e9)),
+    "words hidden": step(lambda x, w: x @ w + jnp.where(jnp.arange(V) < V - 2, 0, -1e9)),
     "other rows": step(lambda x, w: x @ w, lambda z, y: z.argmax(-1).T),
     "float32 of bfloat16": step(lambda x, w: (x @ w).astype("float32")),
     "words first": step(lambda x, w: jnp.einsum("btd,dv->btv", x, w), lambda z, y: z.argmax(2)),
