@@ -206,8 +206,8 @@ def test_losses_may_differentiate_their_layers(layer, within, rng):
     params, f = layers()[layer]
     f, xs = WITHIN[within](f), jnp.asarray(rng.standard_normal((1, SIZE, SIZE)), bf16)
     losses = {name: lambda p, x, i=i: squares(i(f, p, x)) for name, i in INNER.items()}
-    if within:  # and custom_vjp has no forward mode
-        chosen = "the value of a vjp", "vjp", "grad of the kernel"
+    if within or layer != "dense":  # and custom_vjp has no forward mode
+        chosen = ["vjp", "grad of the kernel"] + ["jvp along the kernel"] * (not within)
         losses = {name: losses[name] for name in chosen}
     value = lambda p, x: squares(f(p, x))
     if within == "checkpoint":  # and around the derivative
@@ -245,7 +245,7 @@ def test_a_custom_vjp_has_the_cotangent_of_each_microbatchs_own_loss():
         return x
 
     clipped.defvjp(lambda x: (x, None), lambda _, dx: (jnp.clip(dx, -0.5, 0.5),))
-    for dtype, count in itertools.product((bf16, f32), (1, 2, 3, 4)):
+    for dtype, count in (bf16, 1), (bf16, 3), (f32, 4):
         kernel, xs = jnp.ones((2, 1), dtype), jnp.ones((count, 3, 2), dtype)
         loss = lambda k, x: jnp.sum(clipped(dense(x, k)).astype(f32))
         _, gradient = jax.jit(lambda k, xs, loss=loss: accumulate_gradients(loss, k, xs))(
@@ -388,7 +388,7 @@ def test_auxiliary_outputs_may_be_constants(count):
     assert (value, gradient.tolist()) == (2, [0, 0])
 
 
-@pytest.mark.parametrize("at, quantization", [(0, "fp8"), (1, None), (2, "fp8")])
+@pytest.mark.parametrize("at, quantization", [(1, None), (2, "fp8")])
 def test_ensembles_of_kernels(rng, at, quantization):
     """vmap over a kernel: each has its own main gradient."""
     kernels = jnp.asarray(rng.standard_normal((3, 16, 8)), jnp.bfloat16)

@@ -1,9 +1,8 @@
-"""Dense layers compiled ahead of time, exported, donated, cached, and in several processes."""
+"""Dense layers compiled ahead of time, exported, donated and cached."""
 
 import functools
 import pathlib
 import re
-import socket
 
 import jax
 import jax.numpy as jnp
@@ -56,29 +55,16 @@ def test_export_for_cuda_writes_in_place(args, monkeypatch):
     assert len(calls) == 2 and all("output_operand_alias" in call for call in calls)
 
 
-def test_two_processes():
-    """Gloo, Auto and Explicit axes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    first, second = answers(*[start(4, "distributed", address, i) for i in range(2)])
-    assert first == second
-    for kind in ("auto", "explicit"):
-        calls = {"backward": 1, "forward": 1}
-        assert first[f"{kind} rows"] == {"calls": calls, "collectives": ["all-reduce"]}
-        assert first[f"{kind} tensor"] == {"calls": calls, "collectives": ["all-reduce"]}
-
-
 def test_persistent_compilation_cache(tmp_path):
     """A new process compiles nothing, on Auto and Explicit axes too."""
     cache = processes.compilation_cache(tmp_path)
-    (cold,) = answers(start(8, "cached", **cache))
-    (warm,) = answers(start(8, "cached", **cache))
+    (cold,) = answers(start(8, **cache))
+    (warm,) = answers(start(8, **cache))
     assert list(cold) == list(warm) == ["one device", "auto", "explicit"]
     for name in cold:
         assert cold[name]["misses"] > 0 and cold[name]["hits"] == 0, (name, cold)
         assert warm[name] == {"hits": cold[name]["misses"], "misses": 0}, (name, warm)
     # Our sources decide what a partitioned program does: another version must not reuse it.
-    (other,) = answers(start(8, "cached", "other", **cache))
+    (other,) = answers(start(8, "other", **cache))
     assert other["auto"]["misses"] == cold["auto"]["misses"]
     assert other["one device"]["misses"] == other["explicit"]["misses"] == 0

@@ -41,39 +41,6 @@ def plain(x, kernel, bias, activation=lambda z: z):
 
 # ---------------------------------------------------------------- differentiation
 
-DERIVATIVES = {
-    "jacfwd": jax.jacfwd,
-    "jacrev": jax.jacrev,
-    "fwd-rev": jax.hessian,
-    "rev-rev": lambda f, n: jax.jacrev(jax.jacrev(f, n), n),
-    "fwd-fwd": lambda f, n: jax.jacfwd(jax.jacfwd(f, n), n),
-    "rev-fwd": lambda f, n: jax.jacrev(jax.jacfwd(f, n), n),
-}
-
-
-@pytest.mark.parametrize(
-    "derivative, dtype",
-    [*[(name, f32) for name in DERIVATIVES], ("fwd-rev", bf16), ("rev-fwd", bf16)],
-)
-def test_derivatives_of_any_order_and_mode(rng, derivative, dtype):
-    derivative = DERIVATIVES[derivative]
-    args = operands(rng, rows=(3,), n=4, out=2)
-    ours = lambda *a: jnp.sum(dense(*a, activation="tanh", dtype=dtype).astype(f32) ** 2)
-    theirs = lambda *a: jnp.sum(plain(*a, activation=jnp.tanh) ** 2)
-    got = jax.tree.leaves(jax.jit(derivative(ours, (0, 1, 2)))(*args))
-    want = jax.tree.leaves(derivative(theirs, (0, 1, 2))(*args))
-    for a, b in zip(got, want, strict=True):
-        # Some tens of operations, each rounded to the dtype, on values of order 4.
-        np.testing.assert_allclose(f64(a), f64(b), rtol=0, atol=32 * eps(dtype) * 4)
-
-
-def test_linearize_and_linear_transpose(rng):
-    x, kernel, bias = operands(rng)
-    y, tangent = jax.linearize(lambda k: dense(x, k, bias), kernel)
-    np.testing.assert_allclose(tangent(kernel), f64(x) @ f64(kernel), rtol=0, atol=1e-4)
-    (dx,) = jax.linear_transpose(lambda x: dense(x, kernel), x)(y)
-    np.testing.assert_allclose(f64(dx), f64(y) @ f64(kernel).T, rtol=0, atol=1e-4)
-
 
 @pytest.mark.xfail(
     jax.config.values.get("jax_remat3", False),
@@ -90,11 +57,6 @@ def test_remat_policies_see_the_product(rng):
     assert products(policies.nothing_saveable) == products(policies.dots_saveable) + 1
 
 
-def test_frozen_kernel_costs_no_product(rng):
-    x, kernel, _ = operands(rng)
-    assert jax.jit(jax.grad(loss)).lower(x, kernel).as_text().count("dot_general") == 2  # y and dx
-
-
 def test_default_matmul_precision_reaches_the_backward(rng):
     args = operands(rng)
 
@@ -106,45 +68,6 @@ def test_default_matmul_precision_reaches_the_backward(rng):
 
     text = gradients.lower(*args).as_text()
     assert text.count("dot_general") == text.count("precision = [HIGHEST, HIGHEST]") == 2
-
-
-# ---------------------------------------------------------------- vmap, scan, remat, export
-
-
-@pytest.mark.parametrize(
-    "axes, activation",
-    [
-        ((0, None, None), "silu"),
-        ((1, None, 0), None),
-        ((None, 0, None), None),
-        ((-1, 1, 1), "silu"),
-        ((None, -1, 0), "silu"),
-        ((2, 2, None), None),
-    ],
-)
-def test_vmap_over_any_axis_and_its_gradients(rng, axes, activation):
-    args = operands(rng, bf16, rows=(3,), n=8, out=5)
-    batched = [
-        a if axis is None else jnp.stack([a, -a, 2 * a, a], axis if axis >= 0 else a.ndim)
-        for a, axis in zip(args, axes)
-    ]
-    example = lambda i: [
-        a if axis is None else jnp.take(a, i, axis) for a, axis in zip(batched, axes)
-    ]
-    f = jax.value_and_grad(functools.partial(loss, activation=activation), (0, 1, 2))
-    got = jax.jit(jax.vmap(f, axes))(*batched)  # every example's own gradients of what they share
-    jitted = jax.jit(f)
-    want = jax.tree.map(lambda *v: jnp.stack(v), *[jitted(*example(i)) for i in range(4)])
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        # y is rounded to bfloat16, which rounding another order of summation may flip.
-        np.testing.assert_allclose(f64(a), f64(b), rtol=4 * eps(bf16), atol=8 * eps(bf16))
-    total = lambda *a: jnp.sum(jax.vmap(functools.partial(loss, activation=activation), axes)(*a))
-    got = jax.jit(jax.grad(total, (0, 1, 2)))(*batched)
-    for a, b, axis, arg in zip(got, want[1], axes, args):
-        b = f64(b).sum(0) if axis is None else np.moveaxis(f64(b), 0, axis)
-        assert a.dtype == arg.dtype
-        np.testing.assert_allclose(f64(a), b, rtol=4 * eps(bf16), atol=32 * eps(bf16))
 
 
 # ---------------------------------------------------------------- meshes
@@ -188,26 +111,6 @@ def test_auto_mesh_has_the_collectives_of_plain_jax(rng, eight_devices, x_spec, 
         np.testing.assert_allclose(f64(a), f64(b), rtol=2 * eps(bf16), atol=16 * eps(bf16))
     kinds = lambda compiled: [c.kind for c in hlo.collectives(compiled)]
     assert kinds(compiled) == kinds(expected)
-
-
-@pytest.mark.parametrize("x_spec, kernel_spec", SPLITS[1::2], ids=str)
-def test_explicit_mesh(rng, eight_devices, x_spec, kernel_spec):
-    del eight_devices
-    args = operands(rng, bf16, rows=(8, 4), n=16, out=32)
-    gradients = jax.jit(jax.grad(functools.partial(loss, activation="gelu_tanh"), (0, 1, 2)))
-    want = gradients(*args)
-    mesh = on_mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        specs = (x_spec, kernel_spec, P("data"))
-        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
-        if (x_spec, kernel_spec) == (P("data", None, "tensor"), P("tensor")):
-            with pytest.raises(Exception, match="out_sharding"):  # plain JAX asks for it too
-                gradients(*args)
-            return
-        got = gradients(*args)
-    for a, b, arg in zip(got, want, args, strict=True):
-        np.testing.assert_allclose(f64(a), f64(b), rtol=2 * eps(bf16), atol=16 * eps(bf16))
-        assert jax.typeof(a).sharding.spec == jax.typeof(arg).sharding.spec
 
 
 def test_explicit_mesh_with_out_sharding(rng, eight_devices):

@@ -27,8 +27,6 @@ from jax.sharding import PartitionSpec as P
 from normfuse import accumulate_gradients, dense, fuse, gated_dense, gated_product, rms_norm
 from normfuse.native import implementation
 
-pytestmark = pytest.mark.optimized
-
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 ROWS, IN, OUT = (8, 6), 32, 48
 fp8 = functools.partial(dense, quantization="fp8")
@@ -76,9 +74,16 @@ def both_ways(layer=fp8):
     return run
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize(
-    "layer, dtypes, implementation",
-    half(LAYERS, [(f32, f32), (bf16, bf16), (bf16, f32), (f16, f16)], [None, "xla"]),
+    "layer, dtypes",
+    [
+        ("dense", (bf16, f32)),
+        ("dense", (f16, f16)),
+        ("gated_dense", (f32, f32)),
+        ("gated_product", (bf16, bf16)),
+    ],
     ids=str,
 )
 def test_values_and_gradients_are_those_of_the_recipe(layer, dtypes, implementation, rng):
@@ -109,10 +114,10 @@ def test_gradients_are_nearer_to_the_recipe_than_to_plain_products(dtype, rng):
             assert np.linalg.norm(wide - jnp.reshape(got, wide.shape)) > 2 * limit
 
 
-@pytest.mark.parametrize("rows", [(), (1,), (3,), (0,), (2, 0), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("rows", [(), (3,), (2, 0)], ids=str)
 def test_any_number_of_rows(rows, rng):
     x, kernel, dy = draw(rng, *rows, IN), draw(rng, IN, OUT), draw(rng, *rows, OUT)
-    y, gradients = both_ways()([x, kernel], dy)
+    y, gradients = jax.jit(both_ways())([x, kernel], dy)
     assert y.shape == dy.shape and gradients[0].shape == x.shape
     check_all([y, gradients], recipe("dense", [x, kernel], dy, activation=None))
 
@@ -127,15 +132,15 @@ def test_a_kernel_of_several_output_axes_is_one_matrix(rng):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(24, 48), (32, 40), (32, 3, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(24, 48), (32, 3, 8)], ids=str)
 def test_a_kernel_that_does_not_fit_multiplies_in_the_compute_dtype(shape, rng):
     fits = shape == (32, 3, 8)  # 24 outputs are no multiple of 16 either
     x, kernel = draw(rng, 16, shape[0]), draw(rng, *shape)
     assert not (fits and np.prod(shape[1:]) % 16 == 0)
     dy = draw(rng, 16, *shape[1:])
     for a, b in zip(
-        jax.tree.leaves(both_ways()([x, kernel], dy)),
-        jax.tree.leaves(both_ways(dense)([x, kernel], dy)),
+        jax.tree.leaves(jax.jit(both_ways())([x, kernel], dy)),
+        jax.tree.leaves(jax.jit(both_ways(dense))([x, kernel], dy)),
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
@@ -258,7 +263,6 @@ def test_the_backward_of_a_norm_keeps_codes(rng):
 @pytest.mark.parametrize(
     "specs, kind",
     [
-        ((P("data"), P(), P("data")), AxisType.Auto),
         # FSDP's scale, a part of the kernel each
         ((P("data"), P("data"), P(None, "tensor")), AxisType.Explicit),
         ((P("data", None, "tensor"), P(), P()), AxisType.Auto),  # a part of each row
@@ -284,18 +288,11 @@ def test_a_norm_on_a_mesh_gives_the_result_of_one_device(specs, kind, rng, eight
 
 SPLITS = [  # x, kernel, result
     (P("data"), P(), P("data")),
-    (P("data"), P("data"), P("data")),
-    (P("data"), P(None, "data"), P("data")),
     (P("data"), P(None, "tensor"), P("data", None, "tensor")),
     (P("data"), P("data", "tensor"), P("data", None, "tensor")),
-    (P("data", None, "tensor"), P(), P("data")),
     (P("data", None, "tensor"), P("tensor"), P("data")),
-    (P(("data", "tensor")), P("data", "tensor"), P(("data", "tensor"))),
-    (
-        P(("data", "tensor")),
-        P("data"),
-        P(("data", "tensor")),
-    ),  # its gradient is scattered and summed
+    # its gradient is scattered and summed
+    (P(("data", "tensor")), P("data"), P(("data", "tensor"))),
 ]
 
 
@@ -330,16 +327,17 @@ def test_a_mesh_gives_the_result_of_one_device(specs, kind, rng, eight_devices):
             assert a.sharding.is_equivalent_to(like.sharding, a.ndim)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
-    "specs, kernels, sums",
+    "kind, specs, kernels, sums",
     [
-        (SPLITS[0], 0, IN * OUT + OUT),  # the kernel's and the bias's gradients
-        (SPLITS[3], 1, (IN * OUT + OUT) // 2 + 48 * IN // 4),  # and dx's
+        # the kernel's and the bias's gradients
+        (AxisType.Explicit, SPLITS[0], 0, IN * OUT + OUT),
+        # and dx's
+        (AxisType.Auto, SPLITS[1], 1, (IN * OUT + OUT) // 2 + 48 * IN // 4),
     ],
     ids=["data", "data and tensor"],
 )
-def test_a_maximum_is_one_number_to_reduce(specs, kernels, sums, kind, rng, eight_devices):
+def test_a_maximum_is_one_number_to_reduce(kind, specs, kernels, sums, rng, eight_devices):
     """Nothing is gathered; x, dy and a kernel that is split each have one maximum over devices."""
     del eight_devices
     compiled, _, _ = sharded(rng, kind, *specs)
@@ -348,8 +346,7 @@ def test_a_maximum_is_one_number_to_reduce(specs, kernels, sums, kind, rng, eigh
     assert hlo.calls(compiled, "quantize_") == {"amax": 3, "cast": 3}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_under_shard_map_each_device_has_its_own_scale(check_vma, rng, eight_devices):
+def test_under_shard_map_each_device_has_its_own_scale(rng, eight_devices):
     """The call is that of a device's own rows; nothing is reduced but gradients."""
     del eight_devices
     (x, kernel, bias), dy = operands(rng)
@@ -359,7 +356,6 @@ def test_under_shard_map_each_device_has_its_own_scale(check_vma, rng, eight_dev
         mesh=on_mesh(AxisType.Auto),
         in_specs=(P(("data", "tensor")), P(), P()),
         out_specs=P(("data", "tensor")),
-        check_vma=check_vma,
     )
     compiled = jax.jit(both_ways(wrapped)).lower([x, kernel, bias], dy).compile()
     y, gradients = compiled([x, kernel, bias], dy)

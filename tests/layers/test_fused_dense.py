@@ -1,4 +1,4 @@
-"""Gated dense layers, and a norm before them: values, what they keep, every context of JAX's."""
+"""Gated dense layers, and a norm before them: values and what they keep."""
 
 import functools
 
@@ -6,13 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from normfuse import dense, gated_dense, gated_product, rms_norm
 from normfuse.layers.core.activations import SCALARS
-
-pytestmark = pytest.mark.optimized
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 ROWS, IN, OUT = (3, 5), 16, 24
@@ -137,46 +133,6 @@ def test_a_frozen_kernel_costs_no_product_and_no_recomputation():
     assert [program(i).count("normfuse_epilogue[") for i in (0, 1)] == [1, 2]
 
 
-# ---------------------------------------------------------------- differentiation, vmap, scan
-
-
-# ---------------------------------------------------------------- meshes
-
-
-def on_mesh(axis_type):
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
-
-
-@pytest.mark.parametrize("split, kind", [(0, AxisType.Auto), (1, AxisType.Explicit)])
-def test_gate_and_up_may_lie_differently(rng, eight_devices, kind, split):
-    """One is whole everywhere, the other is not."""
-    del eight_devices
-    x, *_ = operands(rng, "gated_dense")
-    kernels = [jnp.asarray(rng.standard_normal((IN, 4)), f32) for _ in range(2)]
-    specs = [P(None, "tensor") if i == split else P() for i in (0, 1)]
-    mesh = on_mesh(kind)
-
-    def run(x, *kernels, implementation=None):
-        one = functools.partial(gated_dense, implementation=implementation)
-        if kind == AxisType.Explicit:
-            return one(x, *kernels)
-        options = {"mesh": mesh, "in_specs": (P(), *specs), "out_specs": P(None, None, "tensor")}
-        return jax.shard_map(one, **options)(x, *kernels)
-
-    if kind == AxisType.Auto:  # each device multiplies its columns of one and all of the other
-        parts = mesh.shape["tensor"]
-        kernels[split] = jnp.tile(kernels[split], parts)
-    with jax.set_mesh(mesh):
-        place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-        args = [place(a, spec) for a, spec in zip((x, *kernels), (P(), *specs))]
-        gradient = lambda name: jax.jit(
-            jax.grad(loss(functools.partial(run, implementation=name)), every(args))
-        )(*args)
-        got, want = gradient(None), gradient("xla")
-        assert [jax.typeof(g) for g in got] == [jax.typeof(w) for w in want]
-        assert_close(got, want, TIGHT)
-
-
 # ---------------------------------------------------------------- implementations, bad input
 
 
@@ -196,6 +152,3 @@ def test_activations_that_kernels_do_not_know(rng):
     np.testing.assert_array_equal(scalar, gated_dense(x, gate, up))
     product = lambda a: gated_product(dense(x, gate), dense(x, up), gate.T, activation=a)
     assert_close(product(jnp.square), f64(square) @ f64(gate).T, TIGHT)
-
-
-X, K = jnp.ones((2, 3)), jnp.ones((3, 4))

@@ -19,8 +19,6 @@ from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 
-pytestmark = pytest.mark.optimized
-
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 KEY = jax.random.key(3)
 N, M = 128, 16
@@ -31,8 +29,7 @@ FRAMEWORKS = {
     "eqx": (ours_eqx, eqx.nn),
 }
 # The dtypes of x, the parameters and the layer; Equinox's layers have none.
-DTYPES = [(f32, f32, None), (bf16, f32, None), (f16, bf16, None), (bf16, bf16, f32)]
-DTYPES += [(f32, f32, bf16), (f16, f32, bf16)]
+DTYPES = [(f32, f32, None), (bf16, f32, None), (bf16, bf16, f32), (f16, f32, bf16)]
 
 
 class Pure(NamedTuple):
@@ -119,7 +116,7 @@ def expected(framework, kind, params, x, dy, compute):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_as_exact_as_the_frameworks(framework, kind, rng):
     """So are their dtypes, and initial values and names of parameters."""
-    for dtypes in DTYPES[:3] if framework == "eqx" else DTYPES:
+    for dtypes in DTYPES[:2] if framework == "eqx" else DTYPES:
         x_dtype, param_dtype, dtype = dtypes
         x = jnp.asarray(rng.standard_normal((6, N)), x_dtype)
         compute = jnp.dtype(dtype or jnp.promote_types(x_dtype, param_dtype))
@@ -382,21 +379,13 @@ class Model(nn.Module):
         return x + self.dense(8)(self.norm()(x)), None
 
 
-def stacked(wrap):
-    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    return {
-        "scan of remat": lambda: nn.scan(nn.remat(Model, prevent_cse=False), length=3, **options),
-        "vmap": lambda: nn.vmap(Model, in_axes=(0, None), **options),
-        "jit": lambda: nn.jit(Model),
-    }[wrap]()
-
-
-@pytest.mark.parametrize("wrap", ["scan of remat", "vmap", "jit"])
-def test_linen_transforms(rng, wrap):
+def test_linen_transforms(rng):
     x = jnp.asarray(rng.standard_normal((4, 5, 8)), f32)
     results = []
     for home in FRAMEWORKS["linen"]:
-        model = stacked(wrap)(home.RMSNorm, home.Dense)
+        remat = nn.remat(Model, prevent_cse=False)
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        model = nn.scan(remat, length=3, **options)(home.RMSNorm, home.Dense)
         variables = model.init(jax.random.key(0), x, None)
         f = lambda v, model=model: jnp.sum(jnp.sin(model.apply(v, x, None)[0]))
         results.append((variables, jax.jit(jax.grad(f))(variables)))
@@ -479,15 +468,3 @@ def test_bad_input_is_one_clear_error():
             call()
     with pytest.raises(TypeError, match="eqx.nn.RMSNorm: x must be floating, got int32; cast it"):
         eqx_norm(jnp.arange(8))
-
-
-def test_linear_without_features():
-    zeros = ours_nnx.Linear(0, 4, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
-    assert zeros(jnp.ones((2, 0))).shape == (2, 4)  # Flax's shape too
-    try:
-        nnx.Linear(0, 4, rngs=nnx.Rngs(0))
-    except ZeroDivisionError:  # JAX before 0.11: its initialisers divide by the number of features
-        with pytest.raises(ValueError, match="at least 1 for this kernel_init, got 0 and 4"):
-            ours_nnx.Linear(0, 4, rngs=nnx.Rngs(0))
-    else:
-        assert ours_nnx.Linear(0, 4, rngs=nnx.Rngs(0)).kernel.shape == (0, 4)

@@ -65,7 +65,7 @@ def of_layers(x, kernel, bias, quantization):
 
 
 def of_attention(q, k):
-    for length in (8, 7):  # 7: no whole blocks
+    for length in (7,):  # no whole blocks
         kinds = {
             "": {},
             "causal": {"causal": True},
@@ -88,10 +88,8 @@ def of_attention(q, k):
 def table():
     x = ones((16, 16), f16)
     yield from of_norms(x, ones(16), x.astype(f32))
-    yield from of_norms(x.astype(bf16), ones(16, bf16), x.astype(f32))
-    for quantization in (None, "fp8"):
-        yield from of_layers(x, x, ones(16), quantization)
-        yield from of_layers(x.astype(bf16), ones((16, 16)), ones(16), quantization)
+    yield from of_layers(x, x, ones(16), None)
+    yield from of_layers(x.astype(bf16), ones((16, 16)), ones(16), "fp8")
     yield from of_attention(ones((2, 8, 4, 16), f16), ones((2, 8, 2, 16), f16))
     yield "elementwise", lambda x, g: gated(x, g, limit=jnp.float32(2.0)), (x, x[0])
 
