@@ -14,7 +14,7 @@ from ..native.implementation import requested
 from . import parameters
 from .attention import Cache
 from .config import TransformerConfig
-from .sharding import Sharding, divides, stored
+from .sharding import Sharding, stored_on
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -121,14 +121,16 @@ class Functional:
         Raises:
           ValueError: naming a parameter that the mesh does not divide.
         """
+        sizes = tuple(mesh.shape.items())
 
         def place(path: tuple, leaf: Any) -> NamedSharding:
-            spec = stored(self.sharding.of_leaf(path) if leaf.ndim else P(), mesh.shape)
-            if not divides(spec, leaf.shape, mesh.shape):
-                name, shape = parameters.name_of(path)[0], leaf.shape
+            wanted = self.sharding.of_leaf(path) if leaf.ndim else P()
+            spec = stored_on(wanted, leaf.shape, sizes)
+            if spec is None:
+                name = parameters.name_of(path)[0]
                 raise ValueError(
-                    f"{name} of shape {shape} cannot be split as {spec} over the mesh "
-                    f"{dict(mesh.shape)}: make each axis divide its dimension, or give a "
+                    f"{name} of shape {leaf.shape} cannot be split as {wanted} over the mesh "
+                    f"{dict(sizes)}: make each axis divide its dimension, or give a "
                     "`Sharding` without it. `normfuse.models.sharding.validate` says what fits."
                 )
             return NamedSharding(mesh, spec)

@@ -260,8 +260,9 @@ def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, li
     if path := _flag(flags, "--config"):
         flags = [*_file_flags(expanded(path, "--config")), *flags]
     for word in flags:
-        if (name := word.partition("=")[0].removeprefix("--").replace("_", "-")) in _GONE:
-            raise UsageError(f"--{name} is no longer there: {_GONE[name]}.")
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag[2:] in _GONE:
+            raise UsageError(f"{flag} is no longer there: {_GONE[flag[2:]]}.")
     preset = cast(Preset, _flag(flags, "--preset") or preset)
     # tyro reports an unknown one
     config = preset_config(preset if preset in get_args(Preset) else "tiny")

@@ -30,20 +30,72 @@ class BadStep(RunError):
 
 
 @dataclass
-class StepLogger:
-    """Turns a step's metrics into its line in metrics.jsonl and its figures on the display."""
+class Loop:
+    """Takes the steps of a run, with validations and checkpoints in between, and logs them."""
 
     config: TrainConfig
+    step: Callable[[State, Array], tuple[State, Metrics]]  # compiled
+    batches: Iterator[Array]  # on the devices, from the first step to take
+    evaluate: Callable[[Params, int], Validation | None]  # takes a token count; None: stopped
+    save: Callable[[State, int], None]
     write: Callable[[dict], None]  # takes a line of metrics.jsonl
     display: Display
-    skip_limit: int  # the most updates that may be skipped
-    tokens_per_byte: float = 1.0  # average over the text
+    stopping: Callable[[], bool]  # returns True on all processes or on none
+    # Called before each step, with its number and a function that waits for those before.
+    on_step: Callable[[int, Callable[[], None]], None] = lambda step, settle: None
+    skip_limit: int = 0  # the most updates that may be skipped
     skipped: int = 0  # updates so far
+    tokens_per_byte: float = 1.0  # average over the text
     _finished: float = field(default_factory=time.perf_counter)
     # Those of the last steps, whose median is shown: a mean would show every wait ten times.
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
-    def step(self, step: int, metrics: Metrics, started: float) -> None:
+    def run(self, state: State, done: int) -> tuple[State, int]:
+        """Takes steps `done + 1` to the last, or until asked to stop; saves where it ends.
+
+        The host reads the metrics of a step after it has handed the next to the devices.
+
+        Returns: the state and the number of steps taken in all.
+        """
+        config = self.config
+        waiting: list[tuple[int, Metrics, float]] = []
+
+        def drain(keep: int = 0) -> None:
+            while len(waiting) > keep:
+                self.log(*waiting.pop(0))
+
+        due = lambda step, every: 0 < every and step % every == 0 and step < config.steps
+        try:
+            for step in range(done + 1, config.steps + 1):
+                if self.stopping():
+                    break
+                self.on_step(step, drain)
+                started = time.perf_counter()
+                state, metrics = self.step(state, next(self.batches))
+                waiting.append((step, metrics, started))
+                drain(keep=1)
+                done = step
+                if due(step, config.eval.every):
+                    drain()
+                    self._validate(state, step)
+                if due(step, config.checkpoint.every):
+                    drain()  # the file must hold every step that the checkpoint has taken
+                    self.save(state, step)
+            drain()
+        except BadStep as bad:
+            bad.state = state  # past the limit, steps do not change it
+            raise
+        if done > 0:
+            self.save(state, done)
+        return state, done
+
+    def _validate(self, state: State, step: int) -> None:
+        validation = self.evaluate(state.params, self.config.eval.tokens)
+        if validation is not None:
+            self.write(validation.entry(step))
+            self.display.note(f"step {step}: validation {validation}")
+
+    def log(self, step: int, metrics: Metrics, started: float) -> None:
         """Waits for a step's metrics and logs them; BadStep if too many updates were skipped."""
         loss, grad_norm, rate, skipped, usual = (np.asarray(x).item() for x in metrics)
         now = time.perf_counter()
@@ -74,11 +126,6 @@ class StepLogger:
         ]
         self.display.step(step, figures)
 
-    def validation(self, step: int, validation: Validation) -> None:
-        """Logs a validation after `step`."""
-        self.write(validation.entry(step))
-        self.display.note(f"step {step}: validation {validation}")
-
     def _note_skip(self, step: int, loss: float, grad_norm: float, usual: float) -> None:
         spike = math.isfinite(loss) and math.isfinite(grad_norm)
         event = "spike" if spike else "not finite"
@@ -90,62 +137,3 @@ class StepLogger:
             raise BadStep(step, text)
         left = self.skip_limit - self.skipped
         self.display.note(f"{text}; update skipped, {left} more allowed")
-
-
-@dataclass
-class Loop:
-    """Takes the steps of a run, with validations and checkpoints in between."""
-
-    config: TrainConfig
-    step: Callable[[State, Array], tuple[State, Metrics]]  # compiled
-    batches: Iterator[Array]  # on the devices, from the first step to take
-    evaluate: Callable[[Params, int], Validation | None]  # takes a token count; None: stopped
-    save: Callable[[State, int], None]
-    logger: StepLogger
-    stopping: Callable[[], bool]  # returns True on all processes or on none
-    # Called before each step, with its number and a function that waits for those before.
-    on_step: Callable[[int, Callable[[], None]], None] = lambda step, settle: None
-
-    def run(self, state: State, done: int) -> tuple[State, int]:
-        """Takes steps `done + 1` to the last, or until asked to stop; saves where it ends.
-
-        The host reads the metrics of a step after it has handed the next to the devices.
-
-        Returns: the state and the number of steps taken in all.
-        """
-        config = self.config
-        waiting: list[tuple[int, Metrics, float]] = []
-
-        def drain(keep: int = 0) -> None:
-            while len(waiting) > keep:
-                self.logger.step(*waiting.pop(0))
-
-        due = lambda step, every: 0 < every and step % every == 0 and step < config.steps
-        try:
-            for step in range(done + 1, config.steps + 1):
-                if self.stopping():
-                    break
-                self.on_step(step, drain)
-                started = time.perf_counter()
-                state, metrics = self.step(state, next(self.batches))
-                waiting.append((step, metrics, started))
-                drain(keep=1)
-                done = step
-                if due(step, config.eval.every):
-                    drain()
-                    self._validate(state, step)
-                if due(step, config.checkpoint.every):
-                    drain()  # the file must hold every step that the checkpoint has taken
-                    self.save(state, step)
-            drain()
-        except BadStep as bad:
-            bad.state = state  # past the limit, steps do not change it
-            raise
-        if done > 0:
-            self.save(state, done)
-        return state, done
-
-    def _validate(self, state: State, step: int) -> None:
-        validation = self.evaluate(state.params, self.config.eval.tokens)
-        if validation is not None:
-            self.logger.validation(step, validation)

@@ -46,12 +46,13 @@ def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
     return Sharding.sequence_parallel(by_rows=alone and rows % mesh.size == 0)
 
 
-def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
+def check_model(config: TrainConfig, mesh: Mesh) -> None:
     """Checks that the model's dimensions, the batch and its sequences divide over the mesh.
 
     Raises:
       UsageError: one does not; the message names it, the axis, and sizes that would fit.
     """
+    sharding = make_sharding(config.mesh, mesh, config.batch_size // config.microbatches)
     try:
         validate(config.transformer(), mesh.shape, sharding, seq_len=config.seq_len)
     except ValueError as error:
@@ -68,10 +69,6 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of `(batch, seq)` tokens: rows over "data" and "fsdp"."""
     return NamedSharding(mesh, P(BATCH, None))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, P())
 
 
 def on_devices(batch: np.ndarray, sharding: NamedSharding) -> Array:

@@ -17,7 +17,7 @@ from .arguments import one_line
 from .checks import check, check_range, near, require
 from .config import TrainConfig
 from .display import short
-from .mesh import check_model, make_mesh, make_sharding
+from .mesh import check_model, make_mesh
 from .topology import MEMORY, devices, step_on
 
 _HOST = 8  # GPUs of one host
@@ -51,9 +51,7 @@ def plan(kind: str, count: int, config: TrainConfig) -> None:
             f"({error})."
         ) from None
     mesh = make_mesh(config.mesh, described)
-    check_model(
-        config, mesh, make_sharding(config.mesh, mesh, config.batch_size // config.microbatches)
-    )
+    check_model(config, mesh)
     try:
         program = step_on(mesh, config, model)[0]
     except jax.errors.JaxRuntimeError as error:

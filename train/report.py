@@ -8,13 +8,9 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from . import UsageError
-from .arguments import expanded, named, one_line
+from .arguments import expanded, named, one_line, printable
 from .display import duration, short
 from .run_dir import RunDir, RunResults
 
@@ -70,15 +66,10 @@ def report(folders: Sequence[Path], plot: Path) -> None:
                 f"RUN {folder} holds no metrics.jsonl with steps: is it a run's folder?"
             )
     plot = expanded(plot, "--plot")
-    for names, *rows in [[_COLUMNS, *map(_row, runs)], *_differences(runs)]:
-        table = Table(box=box.SIMPLE_HEAD)
-        for name in names:
-            table.add_column(Text(name))
-        for row in rows:
-            table.add_row(*map(Text, row))  # a string would be read as rich's markup
-        console = Console()
-        console.width = console.width if console.is_terminal else 1000  # files have no width
-        console.print(table)
+    for rows in [[_COLUMNS, *map(_row, runs)], *_differences(runs)]:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        print(*(printable(line, except_for="") for line in lines), "", sep="\n")
     with named("--plot", plot, "be written"):
         plot_loss(plot, runs)
     print(f"plot  {one_line(plot)}")

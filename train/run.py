@@ -17,28 +17,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..models.config import num_parameters
-from ..models.functional import Params, build
-from ..models.sharding import Sharding
+from ..models.functional import Params
 from ..native.compiler import compilations
 from ..native.implementation import fallbacks
 from . import RunError, UsageError, distributed, run_dir
 from .arguments import expanded
 from .checkpoint import Checkpoints
-from .checks import check, check_resume, guard_limit, make_record
+from .checks import check, check_resume, make_record
 from .compilation import explained, keep_compiled_programs, lower
 from .config import TrainConfig, absolute, dump
 from .data import batches
 from .display import Display, short
 from .evaluate import Evaluator, Validation
 from .lock import locked
-from .loop import BadStep, Loop, StepLogger
-from .mesh import batch_sharding, check_model, make_mesh, make_sharding, on_devices
+from .loop import BadStep, Loop
+from .mesh import batch_sharding, check_model, make_mesh, on_devices
 from .metrics import MetricsLog
 from .profiling import Profiler
 from .report import plot_loss
 from .run_dir import RunDir
 from .shutdown import StopRequest
-from .step import Program, State, make_optimizer, schedule
+from .step import State, make_program
 from .text import Text, read
 from .tokenizer import Bpe
 
@@ -63,15 +62,14 @@ def train(config: TrainConfig) -> None:
         stop = stack.enter_context(StopRequest())
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
-        sharding = make_sharding(config.mesh, mesh, config.batch_size // config.microbatches)
-        check_model(config, mesh, sharding)
+        check_model(config, mesh)
         out = run_dir.choose(config, distributed.agree(int(time.time())))
         display = Display(config.steps, quiet=not distributed.is_first())
         stop.tell = lambda name: display.note(
             f"{name}: stopping after this step, then saving; a second signal stops at once"
         )
         stack.enter_context(jax.set_mesh(mesh))
-        Run(config, text, out, display, stop, mesh, sharding).go(stack)
+        Run(config, text, out, display, stop, mesh).go(stack)
 
 
 @dataclasses.dataclass
@@ -84,26 +82,15 @@ class Run:
     display: Display
     stop: StopRequest
     mesh: Mesh
-    sharding: Sharding
 
     def __post_init__(self) -> None:
         config, text, mesh = self.config, self.text, self.mesh
         self.first = distributed.is_first()
-        self.model = build(config.framework, config.transformer(), self.sharding)
-        self.program = Program(
-            self.model,
-            make_optimizer(config.optim, config.steps),
-            schedule(config.optim, config.steps),
-            mesh,
-            config.microbatches,
-            guard_limit(config.guard),
-            config.spike,
-            documents=config.data.documents,
-        )
+        self.program = make_program(config, config.transformer(), mesh)
         training, held_out = text.documents or (None, None)
         self.record = make_record(config, text.identity())
         self.evaluator = Evaluator(
-            self.model,
+            self.program.model,
             mesh,
             text.held_out,
             seq_len=config.seq_len,
@@ -227,14 +214,6 @@ class Run:
 
     def _loop(self, step: jax.stages.Compiled, state: State, done: int) -> tuple[State, int]:
         config = self.config
-        logger = StepLogger(
-            config,
-            self.log.write,
-            self.display,
-            self.program.skip_limit,
-            self.text.tokens_per_byte,
-            skipped=int(state.skipped),
-        )
         rows = batch_sharding(self.mesh)
         profiler = Profiler(self.out.profile) if config.profile else None
 
@@ -249,9 +228,13 @@ class Run:
             (on_devices(batch, rows) for batch in self.batches(first=done, steps=config.steps)),
             self._evaluate,
             self._save,
-            logger,
+            self.log.write,
+            self.display,
             distributed.SharedFlag(self.mesh, lambda: bool(self.stop)),
             on_step,
+            self.program.skip_limit,
+            int(state.skipped),
+            self.text.tokens_per_byte,
         )
         try:
             return loop.run(state, done)

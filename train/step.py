@@ -13,10 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..layers.accumulate import accumulate_gradients
+from ..models.config import TransformerConfig
 from ..models.functional import Functional, Params, build
 from ..native.kernel import compile_kernels
-from .config import OptimConfig
-from .mesh import batch_sharding, replicated
+from .checks import guard_limit
+from .config import OptimConfig, TrainConfig
+from .mesh import batch_sharding, make_sharding
 
 # With this cuBLAS takes every product, with the addition after it (beta = 1). If Triton is on,
 # versions before JAX 0.12's take products away before they look for sums, which costs a pass over
@@ -82,7 +84,7 @@ class Program:
         shape = (batch_size, 3, seq_len) if self.documents else (batch_size, seq_len + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
         state = self.abstract()
-        out = (jax.tree.map(lambda x: x.sharding, state), replicated(self.mesh))
+        out = (jax.tree.map(lambda x: x.sharding, state), NamedSharding(self.mesh, P()))
         options = GPU_OPTIONS if _on_gpus(self.mesh) else None
         step = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)
         traced = step.trace(state, tokens)
@@ -130,6 +132,21 @@ class Program:
         rate = jnp.asarray(self.learning_rate(taken), jnp.float32)
         metrics = Metrics(loss, grad_norm, rate, skipped, mean)
         return State(step, params, optimizer, skipped, usual), metrics
+
+
+def make_program(config: TrainConfig, transformer: TransformerConfig, mesh: Mesh) -> Program:
+    """Returns the program of a run that trains such a transformer."""
+    sharding = make_sharding(config.mesh, mesh, config.batch_size // config.microbatches)
+    return Program(
+        build(config.framework, transformer, sharding),
+        make_optimizer(config.optim, config.steps),
+        schedule(config.optim, config.steps),
+        mesh,
+        config.microbatches,
+        guard_limit(config.guard),
+        config.spike,
+        config.data.documents,
+    )
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:

@@ -14,11 +14,9 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from ..models.config import TransformerConfig
-from ..models.functional import build
 from ..native.jax_private import described_cudnn
 from .config import TrainConfig
-from .mesh import make_sharding
-from .step import Program, State, make_optimizer, schedule
+from .step import State, make_program
 
 # No GPU is there to time products on, and without a time XLA would guess Triton where cuBLAS wins.
 # Nobody reads what LLVM makes of the kernels: they are compiled without its optimizations.
@@ -53,17 +51,7 @@ def devices(kind: str, hosts: int, each: int) -> list[jax.Device]:
 
 def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[Compiled, State]:
     """Compiles the step for a mesh of described GPUs; returns its abstract state too."""
-    rows = config.batch_size // config.microbatches
-    program = Program(
-        build(config.framework, model, make_sharding(config.mesh, mesh, rows)),
-        make_optimizer(config.optim, config.steps),
-        schedule(config.optim, config.steps),
-        mesh,
-        config.microbatches,
-        0,
-        config.spike,
-        documents=config.data.documents,
-    )
+    program = make_program(config, model, mesh)
     with jax.set_mesh(mesh), described_cudnn(_CUDNN):
         lowered = program.lower(config.batch_size, config.seq_len)
         return lowered.compile(compiler_options=OPTIONS), program.abstract()

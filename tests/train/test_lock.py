@@ -45,13 +45,6 @@ def test_second_run_in_a_folder_is_told_who_is_there(holder, train, tmp_path):
     assert train(steps=2)[0] == 0
 
 
-def test_finished_run_leaves_its_folder_to_the_next(train, tmp_path):
-    assert train(steps=2)[0] == 0
-    with locked(tmp_path / "run" / ".lock", print):
-        pass
-    assert train(steps=4)[0] == 0
-
-
 def test_file_system_without_locks_is_said(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

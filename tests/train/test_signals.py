@@ -38,13 +38,6 @@ def test_signal_saves_and_exits_0(spawn, tmp_path, losses):
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
 
 
-def test_second_signal_stops_a_run_at_once(spawn):
-    process = spawn(program=(signalled.__file__, "compiling=SIGTERM+SIGTERM"))
-    out, _ = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "a second signal stops at once" in out and "stopped by" not in out
-
-
 def test_second_signal_stops_even_c_code():
     """While the main thread is in C for ever, and no signal wakes it: in a lock that it holds."""
     program = """
