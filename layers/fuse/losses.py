@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..cross_entropy.linear import best_words, linear_cross_entropy
 from ..cross_entropy.op import aligned_words
 from ..quantization.quantize import fits
+from .attention import MASKED
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
 from .labels import Dims, Label, Labels, arrange, atoms, expand, size
@@ -38,6 +40,7 @@ class Loss(Site):
       lse, pick, sum: what these are multiplied by, the last of all logits of a row.
       form: the value's; it has what is summed over, and the weights.
       base, axis: the logits, with what is added to them, and the vocabulary.
+      hidden: the words whose logits a mask replaces, and the number that it writes; None.
     """
 
     form: Form
@@ -52,6 +55,7 @@ class Loss(Site):
     labels: tuple[int, Dims] | None
     outside: str
     words: Labels
+    hidden: tuple[np.ndarray, float] | None
     lse: float
     pick: float
     sum: float
@@ -69,7 +73,7 @@ class Loss(Site):
     @property
     def total(self) -> bool:
         """Tells if it is a multiple of the sum of all rows' cross-entropies."""
-        cross = self.lse == -self.pick
+        cross = self.lse == -self.pick and self.hidden is None
         return cross and self.outside != "0" and not self.sum and self.form.summed >= set(self.rows)
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
@@ -103,11 +107,12 @@ class Loss(Site):
         inside = None if self.labels is None else self._inside(read, place)
         if self.outside == "all 0":
             outside = -self.sum * self.vocabulary * lse
-            y = jnp.where(inside, y + self.pick * (lse - loss), outside)
+            picked = self._replaced(read, place, lse - loss, 0)
+            y = jnp.where(inside, y + self.pick * picked, outside)
         elif self.labels is not None:
             together = self.outside.startswith("all")  # the log-sum-exp's gradient goes with it
             y = (self.lse + self.pick) * lse if together else y
-            picked = -loss if together else lse - loss
+            picked = self._replaced(read, place, -loss if together else lse - loss, lse * together)
             values = {"0": 0, "nan": jnp.nan, "clip": picked, "drop": jax.lax.stop_gradient(picked)}
             outside = values[self.outside.removeprefix("all ")]
             y = y + self.pick * jnp.where(inside, picked, outside)
@@ -133,6 +138,20 @@ class Loss(Site):
         labels = self._words(read, place)
         return (labels >= 0) & (labels < self.vocabulary)
 
+    def _is_hidden(self, read: Any, place: Any) -> Any:
+        """Tells which labels are of words whose logits a mask replaces."""
+        assert self.hidden is not None
+        labels = self._words(read, place)
+        within = jnp.clip(labels, 0, self.vocabulary - 1)
+        hidden = jnp.asarray(self.hidden[0])[within]
+        return hidden if self.outside.endswith(("clip", "drop")) else hidden & (labels == within)
+
+    def _replaced(self, read: Any, place: Any, picked: Any, less: Any) -> Any:
+        """Returns picked elements, with the mask's number where it replaces the label's logit."""
+        if self.hidden is None:
+            return picked
+        return jnp.where(self._is_hidden(read, place), self.hidden[1] - less, picked)
+
     def _bias(self, read: Any) -> Any:
         """Returns what is added to the logits, one number a word; None for nothing."""
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
@@ -141,7 +160,8 @@ class Loss(Site):
             for v, dims, factor in self.base.biases
         ]
         for m in self.base.masks:
-            added.append((jnp.where(read(m.value) == m.keep, 0, jnp.asarray(m.fill, wide)), m.dims))
+            fill = jnp.asarray(m.fill if m.added else -jnp.inf, wide)
+            added.append((jnp.where(read(m.value) == m.keep, 0, fill), m.dims))
         of_words = [arrange(x, dims, [self.words]) for x, dims in added]
         return functools.reduce(jnp.add, of_words) if of_words else None
 
@@ -178,6 +198,9 @@ class Loss(Site):
             labels, ignore = jnp.where(self._inside(read, place), labels, -1), -1
         elif selected is not None:  # -1 is a label outside here, and not ignored
             labels = jnp.where(labels < 0, self.vocabulary, labels)
+        if self.hidden and self.labels is not None:  # their cost is added later
+            word = int(np.argmin(self.hidden[0]))
+            labels = jnp.where(self._is_hidden(read, place), word, labels)
         if selected is not None:  # the others cost 0, whatever their labels
             labels, ignore = jnp.where(selected, labels, -1), -1
         return linear_cross_entropy(
@@ -265,7 +288,7 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         raise Left("an element of the logits, and no log-sum-exp")
     if size(words) < SMALLEST:
         raise Left(f"{size(words)} classes only")
-    _check_words(g, base, words)
+    hidden = _hidden(g, base, words)
     order = atoms(found.w[1])
     if set(order) != {*words, *contract} or set(atoms(found.sides[found.right])) != set(order):
         raise Left("the kernel has more dimensions than the vocabulary's and the features'")
@@ -288,8 +311,8 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
     ):
         raise Left("a one-hot product of log-probabilities with other log-sum-exps")
-    if total and base.inner is not None:
-        raise Left("smoothed labels of logits with a soft cap")
+    if total and (base.inner is not None or hidden):
+        raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
     if labels is not None and not set(atoms(labels[1])) <= set(rows):
         raise Left("its labels differ along more than its rows")
     transposed = order.index(words[0]) < order.index(contract[0])
@@ -332,6 +355,7 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         labels=labels,
         outside=outside,
         words=words,
+        hidden=hidden,
         lse=lse,
         pick=pick,
         sum=total,
@@ -370,8 +394,12 @@ def _unfit_here(kernel: Any, words: int, softcap: float | None) -> str:
     return ""
 
 
-def _check_words(g: Program, base: Scores, words: Labels) -> None:
-    """Raises Left for what is added to logits and differs along rows, and for other masks."""
+def _hidden(g: Program, base: Scores, words: Labels) -> tuple[np.ndarray, float] | None:
+    """Returns the words whose logits a mask replaces, and the number that it writes there.
+
+    Raises:
+      Left: for what differs along rows, or is not known when the program is traced.
+    """
     if base.inner is not None and (base.biases or base.masks):
         raise Left("logits with a soft cap and then a bias or a mask")
     every = [*[dims for _, dims, _ in base.biases], *[m.dims for m in base.masks]]
@@ -379,8 +407,18 @@ def _check_words(g: Program, base: Scores, words: Labels) -> None:
         raise Left("the logits have a bias or a mask that differs along rows")
     if any(not jnp.issubdtype(g.avals[v].dtype, jnp.floating) for v, *_ in base.biases):
         raise Left("what is added to the logits are integers")
-    if not all(m.added for m in base.masks):
-        raise Left("a mask replaces logits; one that is added is served")
+    if all(m.added for m in base.masks):
+        return None
+    mask, *more = base.masks
+    if more or mask.changed or mask.fill > MASKED:
+        raise Left("the logits have several masks, one that others are added to, or a small one")
+    constant = g.const(mask.value)
+    if constant is None or atoms(mask.dims) != words:
+        raise Left("the mask that replaces logits is not a constant")
+    hidden = constant.reshape(-1) != mask.keep
+    if hidden.all():
+        raise Left("a mask replaces all logits")
+    return hidden, mask.fill
 
 
 def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:

@@ -77,14 +77,16 @@ def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Ro
     if made.name == "dot_general" and form.mixed is None:
         return Row()
     masks, rows = keys(form), []
-    for v in made.ins:
-        own, number = forms.of.get(v), forms.program.number(v)
+    of = [forms.of.get(v) for v in made.ins]
+    of = [f if f and f.base.dot is form.base.dot else None for f in of]  # or a bias
+    for v, own in zip(made.ins, of, strict=True):
+        number = forms.program.number(v)
         if own is None:
             rows.append(Row("finite" if number is None else np.asarray(number, out.dtype)))
         else:
             # Rows that see nothing by the result's masks see nothing by more masks, too.
             rows.append(_within(forms.rows[v], keys(own), masks if not applied else keys(own)))
-    own = [v in forms.of for v in made.ins]
+    own = [f is not None for f in of]
     with np.errstate(all="ignore"):
         if applied:
             (i,) = [i for i, is_own in enumerate(own) if is_own]

@@ -170,6 +170,9 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
     """add and sub, of logarithms; mul and div, of exponentials, or by a number or an array."""
     product = made.name in ("mul", "div")
     sign = -1.0 if made.name in ("sub", "div") else 1.0
+    if fa and fb and fa.along and fb.along and not product:  # the smaller product is a bias
+        sizes = [g.program.avals[f.base.dot.outs[0]].size for f in (fa, fb)]
+        fa, fb = (fa, None) if sizes[0] >= sizes[1] else (None, fb)
     if fa and fb:
         same = fa.exp == fb.exp == product and not (fa.along and fb.along)
         if not same or fa.summed != fb.summed or fa.hot or fb.hot or fa.weights or fb.weights:

@@ -287,7 +287,6 @@ loss_case(
 loss_case(
     "words masked",
     lambda z, y: integers(jnp.where(jnp.arange(V) < V - 3, z, -1e9), y).sum(),
-    left=True,
 )
 loss_case(
     "the label added again",
@@ -317,6 +316,16 @@ LEFT_BIASES = {  # that are none of each word alone
         jnp.where((jnp.arange(V) < V - 3) | (y > 4)[..., None], z, -1e9) + b, y % 9
     ),
     "a mask of run time": lambda z, y, b: integers(jnp.where(b > 0, z, -1e9), y),
+    "words that are only made less likely": lambda z, y, b: integers(
+        jnp.where(jnp.arange(V) < V - 3, z + b, -9.0), y
+    ),
+    "two masks": lambda z, y, b: integers(
+        jnp.where(jnp.arange(V) > 2, jnp.where(jnp.arange(V) < V - 3, z, -1e9), -2e4) + b, y
+    ),
+    "a bias after a mask": lambda z, y, b: integers(
+        jnp.where(jnp.arange(V) < V - 3, z, -1e9) + b, y
+    ),
+    "all words masked": lambda z, y, b: integers(jnp.where(jnp.arange(V) < 0, z, -1e9) + b, y),
 }
 for name, loss in LEFT_BIASES.items():
     loss_case(name, lambda z, y, b, loss=loss: loss(z, y, b).sum(), draw(5, V), left=True)

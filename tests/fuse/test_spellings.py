@@ -217,6 +217,7 @@ def _():
 SEEN = np.random.default_rng(0).random((B, T, T)) < 0.6
 SEGMENTS = [[0] * 5 + [1] * 11, [0] * 3 + [1] * 4 + [2] * 9]
 NEAR = np.clip(np.arange(T) - np.arange(T)[:, None], -3, 3) + 3
+mask_added = lambda: jnp.where(causal(), 0.0, -1e9)
 GIVEN = {  # functions of scores and of one more argument, which is known at run time only
     "a mask": (lambda s, m: jnp.where(m[:, None], s, -1e9), SEEN | np.eye(T, dtype=bool)),
     "a causal mask": (lambda s, m: jnp.where(m, s, -1e9), np.tril(np.ones((B, 1, T, T), bool))),
@@ -230,6 +231,14 @@ GIVEN = {  # functions of scores and of one more argument, which is known at run
     ),
     "a learned bias": (lambda s, b: masked()(s + b), draw(3, H, T, T)),
     "a bias by distance": (lambda s, b: s + b[NEAR].transpose(2, 0, 1), draw(3, 7, H)),
+    "a bias by distance, as a product": (
+        lambda s, b: s + jnp.einsum("hn,qkn->hqk", b, jax.nn.one_hot(NEAR, 7)),
+        draw(3, H, 7),
+    ),
+    "a mask and a bias that is a product": (
+        lambda s, b: s + (mask_added() + jnp.einsum("hn,qkn->hqk", b, jax.nn.one_hot(NEAR, 7))),
+        draw(3, H, 7),
+    ),
 }
 for name, (change, more) in GIVEN.items():
     case(
@@ -464,6 +473,28 @@ of_rows(
     (E, V),
 )
 of_rows("a mask that is given", lambda x, w, m: x @ w + 1e4 * m, BTE, (E, V), (V,))
+of_rows(
+    "a bias and a mask of -inf",
+    lambda x, w, b: jnp.where(jnp.arange(V) < V - 9, x @ w + b, -jnp.inf),
+    BTE,
+    (E, V),
+    (V,),
+    y=jnp.minimum(words(), V - 10),
+)
+for name in ("of each row", "log_softmax, one-hot", "z-loss"):
+    of_rows(
+        f"labels that a mask hides, {name}",
+        lambda x, w: jnp.where(jnp.arange(V) > 19, x @ w, -1e9),
+        BTE,
+        (E, V),
+        loss=LOSSES[name],
+    )
+of_rows(
+    "labels that a mask hides, summed",
+    lambda x, w: jnp.where(np.arange(V) % 5 > 0, x @ w, -2e4),
+    BTE,
+    (E, V),
+)
 of_rows("scaled inputs", lambda x, w: (x * E**-0.5) @ w, BTE, (E, V))
 of_rows(
     "vmapped examples",
