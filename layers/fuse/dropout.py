@@ -93,10 +93,9 @@ def _site(program: Program, activations: Activations, equation: Equation) -> Gat
 def found(program: Program, activations: Activations) -> Iterator[Site]:
     """Yields the gated activations that dropout follows."""
     for equation in program.equations:
-        if equation.name == "select_n" and len(equation.ins) == 3:
-            if equation not in program.shadowing and (
-                site := _site(program, activations, equation)
-            ):
+        is_select = equation.name == "select_n" and len(equation.ins) == 3
+        if is_select and equation not in program.shadowing:
+            if (site := _site(program, activations, equation)) is not None:
                 yield site
 
 

@@ -203,8 +203,8 @@ def _elementwise(made: Equation, rows: list[Row], own: list[bool], masked: bool,
 def _computed(made: Equation, name: str, values: list[Any]) -> Any:
     if name == "integer_pow":
         return np.asarray(values[0] ** made.params["y"])
-    if name in ("stop_gradient", "tanh"):
-        return np.asarray(np.tanh(values[0]) if name == "tanh" else values[0])
+    if name == "stop_gradient":
+        return np.asarray(values[0])
     return np.asarray(ELEMENTWISE[name][0](*values))
 
 

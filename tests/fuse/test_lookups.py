@@ -180,7 +180,6 @@ def scalar(read):
 
 TRANSFORMED = {  # of a function of a table (20, 3) and indices (4, 90), some of them outside
     "in jit and remat": lambda f, t, i: jax.jit(jax.grad(jax.checkpoint(f)))(t, i),
-    "vmap over indices": lambda f, t, i: jax.vmap(jax.grad(f), (None, 1))(t, i),
     "of a vmap": lambda f, t, i: jax.grad(lambda t: jax.vmap(f, (None, 1))(t, i).sum())(t),
     "vmap over both": lambda f, t, i: jax.vmap(jax.grad(f))(jnp.stack([t, 2 * t]), i[:2]),
     "scan": lambda f, t, i: jax.grad(lambda t: lax.map(lambda i: f(t, i), i).sum())(t),
@@ -188,7 +187,6 @@ TRANSFORMED = {  # of a function of a table (20, 3) and indices (4, 90), some of
     "forward over reverse": lambda f, t, i: jax.jvp(
         lambda t: jax.grad(f)(t, i), (t,), (jnp.cos(t),)
     )[1],
-    "reverse over reverse": lambda f, t, i: jax.grad(lambda t: jnp.sum(jax.grad(f)(t, i) ** 2))(t),
 }
 
 
