@@ -604,6 +604,12 @@ MUTANTS = [
         "jnp.where(sees & ~some, 0, 1)",
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
     ),
+    Mutant(  # scores that a mask has replaced get a gradient
+        "layers/fuse/attention.py",
+        "q = q if adds else jnp.where(finite & ~some, 0, q)",
+        "pass",
+        "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[-1e9]",
+    ),
     Mutant(
         "layers/fuse/masks.py",
         'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
