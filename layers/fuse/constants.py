@@ -3,9 +3,10 @@
 An equation of constants is computed if its primitive has a rule here and its dtypes are booleans,
 NumPy's integers, float16, bfloat16, float32 or float64. Whatever XLA leaves to the implementation
 is unknown: a division by zero, a float out of an integer's range, an integer's least number divided
-by -1, clamps with reversed bounds, the greater of a NaN, a wrapping iota. Sums and other reductions
-have no rule. JAX's own evaluation would need a compiled program for each kind of equation (50 ms),
-and says less: within a larger program XLA keeps more digits of bfloat16 than alone.
+by -1, clamps with reversed bounds, the greater of a NaN, a wrapping iota. Of reductions, sums of
+equal numbers have a rule. JAX's own evaluation would need a compiled program for each kind of
+equation (50 ms), and says less: within a larger program XLA keeps more digits of bfloat16 than
+alone.
 """
 
 import dataclasses
@@ -115,11 +116,27 @@ def evaluated(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> 
     return None if found is None or found.x.dtype != out.dtype else found
 
 
-def uniform(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> Known | None:
-    """Returns the number that all elements of a result are, where the operands are such numbers."""
+def uniform(
+    name: str, params: Mapping[str, Any], out: Any, operands: Any, size: int
+) -> Known | None:
+    """Returns the number that all elements of a result are, where the operands are such numbers.
+
+    `size` is the number of elements of the first operand.
+    """
     if name in _LAYOUTS:
         return operands[0]
+    if name == "reduce_sum" and operands[0] is not None:
+        return _summed(operands[0], size // out.size)
     return evaluated(name, params, out, operands) if name in _OF_ELEMENTS else None
+
+
+def _summed(x: Known, count: int) -> Known | None:
+    """A sum of equal integers; floats have to hold each sum on the way, in any order."""
+    if x.x.dtype.kind in "iu":  # the sum wraps, and so does the product
+        return Known(x.x * np.asarray(count).astype(x.x.dtype))
+    total = np.asarray(x.x.astype(np.float64) * count)
+    held = x.exact and _is_whole(x.x) and abs(total) <= _DIGITS.get(x.x.dtype, 0)
+    return Known(total.astype(x.x.dtype)) if held else None
 
 
 # ---------------------------------------------------------------- the same elements elsewhere

@@ -326,7 +326,8 @@ class Program:
         if not out.size:
             return None
         operands = [self._uniform.get(v) for v in equation.ins]
-        return uniform(equation.name, equation.params, out, operands)
+        size = self.avals[equation.ins[0]].size if equation.ins else 0
+        return uniform(equation.name, equation.params, out, operands, size)
 
     def made(self, v: int) -> tuple[Any, str]:
         """Returns the equation that makes a value, and its name; (None, "") of operands."""

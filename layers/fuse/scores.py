@@ -115,6 +115,8 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
         return None
     contract, batch = made.params["dimension_numbers"]
     side = next((i for i, f in enumerate(forms) if f and f.soft), None)
+    if side is None and (picked := _picked(g, made, forms)) is not None:
+        return picked
     dims = [fresh(a.shape) for a in avals]
     first = side or 0
     known = None if side is None else forms[side]
@@ -133,6 +135,33 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
         return Form(Scores(made), out)
     axis = atoms(known.dims[i] for i in contract[side])
     return replace(known, dims=out, mixed=Mixed(made, 1 - side, dims[1 - side], axis))
+
+
+def _picked(g: ScoreForms, made: Equation, forms: Any) -> Form | None:
+    """Σ one-hot · scores, as a product over the axis of rows that both have."""
+    contract, batch = made.params["dimension_numbers"]
+    for i, form in enumerate(forms):
+        if form is None or form.exp or not form.along or form.hot or form.mixed or form.weights:
+            continue
+        own, other = contract[i], made.ins[1 - i]
+        if len(own) != 1 or len(own) + len(batch[i]) != len(form.dims):
+            continue
+        to = dict(zip((*contract[1 - i], *batch[1 - i]), (*own, *batch[i])))
+        if len(to) != g.program.avals[other].ndim:
+            continue
+        dims = tuple(form.dims[to[d]] for d in range(len(to)))
+        pred, at, *_ = g.peel(other, dims)
+        inner = g.program.maker.get(pred)
+        if inner is None or inner.name != "convert_element_type":
+            continue
+        hot = masks.one_hot(g, replace(form, dims=dims), inner.ins[0], at)
+        axis = frozenset(expand(form.dims[own[0]]))
+        if hot is None or hot.hot[1] != axis or any(t.axis != axis for t, _ in form.terms):
+            continue
+        term = Term("pick", form.base, axis, hot.hot[0], "all 0" if form.terms else "0")
+        terms = plus(form.terms, frozenset({(term, form.along)}))
+        return replace(form, dims=tuple(form.dims[d] for d in batch[i]), along=0.0, terms=terms)
+    return None
 
 
 def _layout(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:

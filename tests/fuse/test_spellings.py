@@ -364,7 +364,7 @@ LOSSES = {
         jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1) - picked(z, y)
     ).mean(),
     "logsumexp - one-hot": lambda z, y: (
-        jax.nn.logsumexp(z, -1) - jnp.sum(z * jax.nn.one_hot(y, V, dtype=z.dtype), -1)
+        jax.nn.logsumexp(z, -1) - jnp.einsum("btv,btv->bt", z, jax.nn.one_hot(y, V, dtype=z.dtype))
     ).sum(),
     "float32": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(
         z.astype(f32), y
