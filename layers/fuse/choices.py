@@ -154,8 +154,13 @@ def _around(g: Program, equation: Equation, outs: Reasons) -> Reasons:
         (body,) = programs.values()
         first, carried = jax_private.scan_counts(params, len(ins))
         return _repeated(body, outs, first, carried)
+    if name == "while":  # as of attention by blocks
+        first, count = params["cond_nconsts"], params["body_nconsts"]
+        told = _read(programs["cond_jaxpr", 0], [None])
+        outs = [a or b for a, b in zip(outs, told[first:])]
+        return [*told[:first], *_repeated(programs["body_jaxpr", 0], outs, count, len(outs))]
     sizes = len(ins), len(outs)
-    if name == "while" or any((len(p.inputs), len(p.results)) != sizes for p in programs.values()):
+    if any((len(p.inputs), len(p.results)) != sizes for p in programs.values()):
         return [_unknown(name)] * len(ins)
     every = [_read(program, outs) for program in programs.values()]
     return [next(filter(None, reasons), None) for reasons in zip(*every)]

@@ -121,6 +121,9 @@ PLAIN = {
 } | {
     "rotated as complex numbers": lambda z: jnp.abs(lax.complex(z, z) * jnp.exp(1j)),
     "NaN to 0": jnp.nan_to_num,
+    "a loop that counts": lambda z: lax.while_loop(
+        lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, jnp.sin(carry[1])), (0, z)
+    )[1],
     "dropout": lambda z: jnp.where(jax.random.bernoulli(KEY, 0.9, z.shape), z / 0.9, 0),
     "of a user's own derivative": of_user_backwards,
     "a linear recurrence": lambda z: lax.scan(lambda c, x: (0.9 * c + x, c), z[0], z)[1],
