@@ -85,19 +85,10 @@ def kernel_text(name: str) -> str:
     return (_KERNELS / name).read_text()
 
 
-# Tokens, in the order to try them, that may contain a quote or "//" that starts no comment.
-_TOKENS = (
-    r'(?<!\w)(?:u8|[uUL])?R"(?P<delimiter>[^()\\\s]{0,16})\(.*?\)(?P=delimiter)"',
-    r"(?P<kept>(?<![\w.])\.?\d[\w.]*(?:'\w[\w.]*)+"  # a number, such as 1'000
-    r'|"(?:\\.|[^"\\\n])*"'
-    r"|'(?:\\.|[^'\\\n])*')",
-    r"//[^\n]*|/\*.*?(?:\*/|\Z)",
-)
-_TOKEN = re.compile("|".join(_TOKENS), re.DOTALL)
 _DIRECTIVE = re.compile(
-    r"^[ \t\f\v]*(?:#|%:|\?\?=)[ \t\f\v]*(?:include|include_next|import|embed)\b(?P<file>.*)"
-    r"|\b__has_(?:include|include_next|embed)\b",
-    re.MULTILINE,
+    r"(?:#|%:|\?\?=)[ \t\f\v]*(?:include|include_next|import|embed)\b[ \t\f\v]*"
+    r"(?P<file>\"[^\"\n]*\"|<[^>\n]*>|\w*)"
+    r"|\b__has_(?:include|include_next|embed)\b"
 )
 
 
@@ -106,15 +97,16 @@ def files_read(text: str) -> tuple[str, ...]:
     """Returns the files that a C++ text reads or looks for, as its directives write them.
 
     That is `"row.cuh"`, `<math.h>`, the name of a macro, `__has_include` or `.incbin`, whether or
-    not a condition leaves the directive out.
+    not a condition, a string or a comment of several lines leaves the directive out.
     """
     lines = re.sub(r"\r\n?", "\n", text)
     lines = re.sub(r"(?:\\|\?\?/)[ \t\f\v]*\n", "", lines)  # joins continued lines
-    bare = _TOKEN.sub(r" \g<kept>", lines)  # without comments and raw strings
-    found = [(m["file"] or m[0]).strip() for m in _DIRECTIVE.finditer(bare)]
+    lines = re.sub(r"//[^\n]*", "", lines)
+    texts = lines, re.sub(r"/\*.*?\*/", " ", lines, flags=re.DOTALL)
+    found = [m["file"] or m[0] for whole in texts for m in _DIRECTIVE.finditer(whole)]
     if re.search(r'\.inc(?:bin|lude)\s*\\?"', lines):  # the assembler's
         found.append(".incbin")
-    return tuple(found)
+    return tuple(dict.fromkeys(file.strip() for file in found))
 
 
 @functools.lru_cache(maxsize=256)

@@ -25,11 +25,6 @@ _FLAGS += ("-ffp-contract=off",)  # the same values at every level
 WITHOUT_ERRNO = "-fno-math-errno"
 """A flag that lets square roots be vectorised. With it GCC also rewrites sin(atan(x)), cos(atan(x))
 and pow(x, 0.5), so that NaN becomes 1 or 0, the root of -inf NaN, and that of -0 negative."""
-# How a compiler says, in English, that something other than the text stopped it.
-_STOPPED = (
-    r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large"
-    r"|Read-only file system|Cannot create temporary file|Cannot allocate memory|Killed"
-)
 _LEVELS = {  # the flags of /proc/cpuinfo that each level needs, highest first
     "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
     "x86-64-v3": "avx2 bmi1 bmi2 f16c fma abm movbe",
@@ -45,8 +40,7 @@ def library(name: str, text: str, arch: str, *flags: str) -> Image:
 
     Raises:
       CompilerMissing: if there is no compiler.
-      CompileError: if the text does not compile, with the compiler's log; or if the compiler could
-        not do its work, for want of disk or memory.
+      CompileError: if the text does not compile, with the compiler's log.
     """
     path, version = find()
     head = {"source": name, "arch": f"cpu_{arch}", "macros": {}, "compiler": version}
@@ -103,33 +97,13 @@ def _compile(path: str, name: str, text: str, arch: str, flags: Sequence[str]) -
     try:
         with tempfile.TemporaryDirectory() as folder:
             output = pathlib.Path(folder, "library.so")
-            command = [
-                *shlex.split(path),
-                *_FLAGS,
-                *flags,
-                *level,
-                "-x",
-                "c++",
-                "-",
-                "-o",
-                str(output),
-            ]
-            english = os.environ | {"LC_ALL": "C"}
-            done = subprocess.run(command, input=text, capture_output=True, text=True, env=english)
+            options = [*_FLAGS, *flags, *level, "-x", "c++", "-", "-o", str(output)]
+            command = [*shlex.split(path), *options]
+            done = subprocess.run(command, input=text, capture_output=True, text=True)
             data = b"" if done.returncode else output.read_bytes()
     except OSError as error:
-        raise CompileError(_stopped(path, name, str(error))) from error
+        raise CompileError(f"{path} could not compile {name}: {error}") from error
     if done.returncode:
-        for line in done.stderr.splitlines():
-            if re.search(_STOPPED, line):
-                raise CompileError(_stopped(path, name, line))
         raise CompileError(f"{name} does not compile for the CPU ({path}):\n{done.stderr}")
     compiler.count_compilation()
     return Image(data)
-
-
-def _stopped(path: str, name: str, why: str) -> str:
-    return (
-        f"{path} could not compile {name}: {why}. Its temporary files are in TMPDIR, or else in "
-        "/tmp: give it room, or another folder."
-    )

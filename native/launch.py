@@ -111,15 +111,6 @@ def call_host(
     return list(call(*operands, **attributes))
 
 
-def uninitialized(after: jax.Array, result: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array of any values that XLA allocates once `after` exists.
-
-    `jax.lax.empty` takes its memory when the program begins.
-    """
-    call: Any = jax.ffi.ffi_call("AllocateBuffer", result, custom_call_api_version=1)
-    return call(after)
-
-
 def cuda_compute_dtype(dtypes: Iterable[jnp.dtype]) -> jnp.dtype:
     """Returns float64 if one dtype is, else float32; Unsupported for one that no kernel takes."""
     dtypes = list(dtypes)

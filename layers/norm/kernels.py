@@ -62,7 +62,9 @@ def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
 
         return pallas.KERNELS[name](target, norm, *operands)
 
-    bodies: Any = {"cpu": host, "cuda": getattr(cuda, name), "pallas": pallas}
+    bodies: Any = {"cpu": host, "cuda": getattr(cuda, name)}
+    if name in ("forward", "backward"):  # of whole rows
+        bodies["pallas"] = pallas
     return Kernel(f"norm_{name}", definition, bodies, **options)
 
 

@@ -1,4 +1,4 @@
-"""Pallas kernels: Triton and Mosaic on GPUs, Mosaic on TPUs, interpreted on CPUs.
+"""Pallas kernels: Mosaic on TPUs, interpreted on CPUs.
 
 Nothing here is imported before a program is lowered that uses it.
 """

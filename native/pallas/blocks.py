@@ -1,5 +1,14 @@
-"""Tiles as Pallas's pipelined blocks: for TPUs, whose memory they fit, and interpreted on CPUs."""
+"""Kernels over blocks of whole rows, pipelined by Pallas: for TPUs and, interpreted, for CPUs.
 
+A `Body` is a function of values in registers, in the compute type:
+
+    (tiles (rows, n), columns (1, n), rows (rows, 1)) -> results, one for each `Out`
+
+Elements beyond the matrix are zero where they are summed, whatever they are elsewhere.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,78 +17,77 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .lowering import Target
-from .tiles import Call, cdiv, clear, result_type
+from .tiles import before, cdiv, clear, result_type
 
-# Elements of a tile. A TPU core has 16 MiB for every operand's tile twice (one is fetched while the
-# other is used) and the values in between; a backward has five operands, 0.5 MiB each in float32.
+Arrays = Sequence[jax.Array]
+Body = Callable[[Arrays, Arrays, Arrays], Sequence]
+
+# Elements of a block. A TPU core has 16 MiB for every operand's block twice (one is fetched while
+# the other is used) and the values in between; a backward has five operands, 0.5 MiB each in
+# float32.
 _ELEMENTS = 1 << 17
 _ROWS = 16  # bfloat16 is laid out in tiles of (16, 128)
 _LANES = 128
+LONGEST = _ELEMENTS // _ROWS  # elements of a row
 
 
-def fits(n: int) -> bool:
-    """Returns whether a kernel can hold whole rows of n."""
-    return n <= _ELEMENTS // _ROWS
+@dataclasses.dataclass(frozen=True)
+class Out:
+    """A result: "tile", of the matrix's shape, "row", one value a row, or "column sum", over all
+    blocks, kept in the compute type."""
+
+    kind: str
+    dtype: jnp.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A kernel and its operands."""
+
+    name: str  # in profiles
+    body: Body
+    tiles: Arrays  # (m, n) each
+    columns: Arrays  # (n,) each
+    rows: Arrays  # (m,) each
+    outs: Sequence[Out]
+    compute: jnp.dtype  # dtype of values in the body
 
 
 def run(target: Target, call: Call) -> list[jax.Array]:
-    """Returns the results of `call`."""
-    m, n = call.shape
-    size_m, size_n = _tile(m, n, call.whole)
-    steps = cdiv(m, size_m), cdiv(n, size_n)
-    by_columns = "column sum" in call.kinds  # sums run along the second dimension of the grid
-    place = lambda *g: g[::-1] if by_columns else g  # the tile of a grid step
-    tile = pl.BlockSpec((size_m, size_n), place)
-    column = pl.BlockSpec((1, size_n), lambda *g: (0, place(*g)[1]))
-    row = pl.BlockSpec((size_m, 1), lambda *g: (place(*g)[0], 0))
+    """Returns the results of `call`, whose rows have `LONGEST` elements at most."""
+    m, n = call.tiles[0].shape
+    size = min(m, max(_ROWS, _ELEMENTS // (cdiv(n, _LANES) * _LANES) // _ROWS * _ROWS))
+    tile = pl.BlockSpec((size, n), lambda i: (i, 0))
+    column = pl.BlockSpec((1, n), lambda i: (0, 0))
+    row = pl.BlockSpec((size, 1), lambda i: (i, 0))
     of = {"tile": (tile, (m, n)), "row": (row, (m, 1)), "column sum": (column, (1, n))}
-    of["row sum"] = of["row"]
 
     def kernel(*refs):
-        i, j = place(pl.program_id(0), pl.program_id(1))
-        masks, left, values = _masks(i, j, (size_m, size_n), (m, n)), iter(refs), []
-        for mask, group in zip(masks, (call.tiles, call.columns, call.rows)):
+        i, left, values = pl.program_id(0), iter(refs), []
+        for group in (call.tiles, call.columns, call.rows):
             loaded = [next(left)[...].astype(call.compute) for _ in group]
-            # zero beyond the matrix: what is there is anything, and would be summed
-            zero = jnp.zeros((), call.compute)
-            values.append([v if mask is None else jnp.where(mask, v, zero) for v in loaded])
+            if m % size and group is not call.columns:
+                # zero beyond the matrix: what is there is anything, and would be summed
+                loaded = [before(value, m - i * size, 0) for value in loaded]
+            values.append(loaded)
         for out, ref, value in zip(call.outs, left, call.body(*values)):
-            if out.kind in ("tile", "row"):
+            if out.kind != "column sum":
                 ref[...] = value.astype(ref.dtype)
                 continue
-            pl.when(pl.program_id(1) == 0)(lambda ref=ref: clear(ref))
+            pl.when(i == 0)(lambda ref=ref: clear(ref))
             ref[...] += value
 
+    sums = any(out.kind == "column sum" for out in call.outs)
+    order: Any = ("arbitrary" if sums else "parallel",)
     results = pl.pallas_call(
         kernel,
-        grid=place(*steps),
+        grid=(cdiv(m, size),),
         in_specs=[tile] * len(call.tiles) + [column] * len(call.columns) + [row] * len(call.rows),
         out_specs=[of[out.kind][0] for out in call.outs],
         out_shape=[result_type(of[out.kind][1], out.dtype) for out in call.outs],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order),
         interpret=target.interpret,
         name=call.name,
     )(*call.tiles, *[a[None] for a in call.columns], *[a[:, None] for a in call.rows])
-    flat = {"tile": (m, n), "row": (m,), "row sum": (m,), "column sum": (n,)}
+    flat = {"tile": (m, n), "row": (m,), "column sum": (n,)}
     return [r.reshape(flat[out.kind]) for out, r in zip(call.outs, results)]
-
-
-def _tile(m: int, n: int, whole: bool) -> tuple[int, int]:
-    """Returns rows and columns of a tile: all there are, or multiples of the machine's tiles."""
-    size_n = n if whole or n * _ROWS <= _ELEMENTS else _ELEMENTS // _ROWS
-    padded = cdiv(size_n, _LANES) * _LANES
-    size_m = max(_ROWS, _ELEMENTS // padded // _ROWS * _ROWS)
-    return min(m, size_m), size_n
-
-
-def _masks(i: Any, j: Any, size: tuple[int, int], shape: tuple[int, int]) -> tuple[Any, Any, Any]:
-    """Returns which elements of tiles, columns and rows are in the matrix; None where all are."""
-    (tm, tn), (m, n) = size, shape
-
-    def inside(step, tile, end, dims, axis):
-        index = step * tile + jax.lax.broadcasted_iota(jnp.int32, dims, axis)
-        return index < end if end % tile else None
-
-    down, across = inside(i, tm, m, (tm, tn), 0), inside(j, tn, n, (tm, tn), 1)
-    both = down if across is None else across if down is None else down & across
-    return both, inside(j, tn, n, (1, tn), 1), inside(i, tm, m, (tm, 1), 0)
