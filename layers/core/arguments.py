@@ -111,6 +111,27 @@ def finite(
     return number
 
 
+def integer(op: str, argument: str, value: Any, least: int = -(2**63)) -> int:
+    """Returns `value` as an integer of at least `least`; TypeError or ValueError otherwise."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {argument} must be an integer, got {value!r}") from None
+    if least > number:
+        raise ValueError(f"{op}: {argument} must be at least {least}, got {number}")
+    return number
+
+
+def checked_softcap(op: str, softcap: Any, most: float = LARGEST) -> float | None:
+    """Returns the bound of logits or scores, if there is one; TypeError or ValueError otherwise."""
+    if softcap is None:
+        return None
+    cap = finite(op, "softcap", softcap, most=most)
+    if cap <= 0:
+        raise ValueError(f"{op}: softcap must be positive, or None for no bound; got {softcap}")
+    return finite(op, "softcap", cap, least=1 / most)
+
+
 def dimensions(op: str, x: jax.Array, axis: int | Sequence[int]) -> tuple[int, ...]:
     """Returns `axis` as increasing dimensions of x; TypeError or ValueError otherwise."""
     given = tuple(axis) if isinstance(axis, Sequence) else (axis,)

@@ -1,7 +1,6 @@
 """The fused linear layer and cross-entropy."""
 
 import functools
-import operator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,10 +17,12 @@ from ..core.arguments import (
     Quantization,
     array_of,
     check_quantization,
+    checked_softcap,
     finite,
     flag,
     floating,
     floating_dtype,
+    integer,
 )
 from ..core.op import Op, batch_at, match, reshard_like
 from ..core.sharding import axes_of, whole, without
@@ -145,7 +146,7 @@ def linear_cross_entropy(
     check_quantization(_OP, quantization, dtype)
     spec = Spec(
         softmax=Softmax(
-            softcap=_softcap(softcap),
+            softcap=checked_softcap(_OP, softcap, _LARGE),
             z_loss=finite(_OP, "z_loss", z_loss, least=0.0, most=_LARGE),
             dtype=dtype,
             smoothing=smoothing,
@@ -154,7 +155,7 @@ def linear_cross_entropy(
         contract=contract,
         logits=_logits_dtype(logits_dtype, dtype),
         precision=jax.config.jax_default_matmul_precision,
-        chunk=_chunk_rows(chunk_rows),
+        chunk=None if chunk_rows is None else integer(_OP, "chunk_rows", chunk_rows, 1),
         bias=None if bias is None else False,
         unused=ignore is not None or weights is not None,
         quantized=quantization is not None,
@@ -193,7 +194,7 @@ def best_words(
     x, kernel, bias = jax.lax.stop_gradient((x, kernel, bias))
     dtype = x.dtype.name
     spec = Spec(
-        softmax=Softmax(softcap=_softcap(softcap), dtype=dtype),
+        softmax=Softmax(softcap=checked_softcap(_OP, softcap, _LARGE), dtype=dtype),
         contract=contract,
         logits=_logits_dtype(logits_dtype, dtype),
         precision=jax.config.jax_default_matmul_precision,
@@ -251,10 +252,7 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
     info = jnp.iinfo(given.dtype)
     ignored = jnp.zeros(given.shape, bool)
     if ignore is not None:
-        try:
-            ignore = operator.index(ignore)
-        except TypeError:
-            raise TypeError(f"{_OP}: ignore must be None or an integer, got {ignore!r}") from None
+        ignore = integer(_OP, "ignore", ignore)
         if info.min <= ignore <= info.max:
             ignored = given == jnp.asarray(ignore, given.dtype)
     known = given >= 0
@@ -297,33 +295,12 @@ def _checked_bias(bias: Any, vocabulary: int) -> Array | None:
     return bias
 
 
-def _softcap(softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    cap = finite(_OP, "softcap", softcap, most=_LARGE)
-    if cap <= 0:
-        raise ValueError(f"{_OP}: softcap must be positive, or None for no bound; got {softcap}")
-    return finite(_OP, "softcap", cap, least=1 / _LARGE)
-
-
 def _logits_dtype(logits_dtype: Any, dtype: str) -> str:
     default = "float32" if dtype == "float16" else dtype
     name = floating_dtype(_OP, logits_dtype, default, "logits_dtype")
     if not holds(name, dtype):
         raise ValueError(f"{_OP}: logits_dtype must hold the values of dtype, {dtype}; got {name}")
     return name
-
-
-def _chunk_rows(chunk_rows: Any) -> int | None:
-    if chunk_rows is None:
-        return None
-    try:
-        size = operator.index(chunk_rows)
-    except TypeError:
-        raise TypeError(f"{_OP}: chunk_rows must be an integer, got {chunk_rows!r}") from None
-    if size < 1:
-        raise ValueError(f"{_OP}: chunk_rows must be at least 1, got {size}")
-    return size
 
 
 # ---------------------------------------------------------------- operands that go together

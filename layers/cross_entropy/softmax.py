@@ -348,17 +348,3 @@ def examples(
         yield statistics, spec, [z, labels]
         yield gradient, spec, [z, labels, row, row, row]
         yield both, spec, [z, labels, row]
-
-
-def code_examples(
-    vocabulary: int, dtype: str, *, rows: int
-) -> Iterator[tuple[Kernel, Softmax, list[jax.ShapeDtypeStruct]]]:
-    """Yields the kernels of a gradient in FP8 likewise."""
-    struct = lambda of, *shape: jax.ShapeDtypeStruct(shape, of)
-    z, labels, row = struct(dtype, rows, vocabulary), struct("int32", rows), struct("float32", rows)
-    for softcap in (None, 30.0):
-        spec = Softmax(softcap=softcap, dtype=dtype, as_with_gradient=True)
-        yield statistics, spec, [z, labels]
-        for has_q, has_qt in ((True, True), (True, False), (False, True)):
-            of = dataclasses.replace(spec, codes=Codes(E5M2.dtype, has_q, has_qt))
-            yield codes, of, [z, labels, row, row, row]

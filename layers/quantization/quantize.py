@@ -60,6 +60,10 @@ class Codes:
     has_q: bool = True
     has_qt: bool = True
     op: str = "quantize"  # the function the user called
+    # Of an array: how many leading dimensions are the matrix's rows, and whether vmap's dimension
+    # joins them, under one scale; otherwise each of the stacked arrays has a scale of its own.
+    split: int = 1
+    rows: bool = True
 
 
 def define_amax(x: jax.Array) -> list[jax.Array]:
@@ -326,22 +330,6 @@ def examples(
 # ---------------------------------------------------------------- the operation
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantize:
-    """The static description of a quantized array."""
-
-    codes: Codes  # the results for the matrix
-    split: int  # number of leading dimensions that are its rows
-    # vmap's dimension joins the rows, under one scale; otherwise each of the stacked arrays has a
-    # scale of its own.
-    rows: bool
-
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.codes.op
-
-
 class Quantized(NamedTuple):
     """`x ≈ scale · decoded(q)`."""
 
@@ -350,19 +338,19 @@ class Quantized(NamedTuple):
     scale: Array  # (), float32, a power of two
 
 
-def _matrix(spec: Quantize, x: Array) -> Array:
+def _matrix(spec: Codes, x: Array) -> Array:
     return x.reshape(math.prod(x.shape[: spec.split]), math.prod(x.shape[spec.split :]))
 
 
-def _restored(spec: Quantize, x: Array, results: list[Array]) -> list[Array]:
+def _restored(spec: Codes, x: Array, results: list[Array]) -> list[Array]:
     *codes, scale = results
     of = [t.shape for t in _array_types(spec, x)[:-1]]
     return [*[as_bytes(c.reshape(s)) for c, s in zip(codes, of, strict=True)], scale.reshape(())]
 
 
-def _array_types(spec: Quantize, x: Any) -> list[jax.ShapeDtypeStruct]:
-    shapes = [x.shape] * spec.codes.has_q
-    shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.codes.has_qt
+def _array_types(spec: Codes, x: Any) -> list[jax.ShapeDtypeStruct]:
+    shapes = [x.shape] * spec.has_q
+    shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.has_qt
     of = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
     return [*of, jax.ShapeDtypeStruct((), jnp.float32)]
 
@@ -377,41 +365,40 @@ def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
     return jax.lax.bitcast_convert_type(codes, dtype) if codes.dtype == jnp.uint8 else codes
 
 
-def define(spec: Quantize, x: Array) -> list[Array]:
+def define(spec: Codes, x: Array) -> list[Array]:
     """`(x,) -> ([q,] [qt,] scale ())` in plain JAX."""
-    return _restored(spec, x, define_quantize(spec.codes, _matrix(spec, x)))
+    return _restored(spec, x, define_quantize(spec, _matrix(spec, x)))
 
 
-def _body(spec: Quantize, split: Split, x: Array, *, order: Order) -> list[Array]:
+def _body(spec: Codes, split: Split, x: Array, *, order: Order) -> list[Array]:
     if x.size == 0:
         return define(spec, x)
     matrix, every = _matrix(spec, x), range(x.ndim)
     if not split.over(every):
-        return _restored(spec, x, quantize_kernel(spec.codes, matrix, order=order))
-    (maximum,) = amax_kernel(spec.codes, matrix, order=order)
+        return _restored(spec, x, quantize_kernel(spec, matrix, order=order))
+    (maximum,) = amax_kernel(spec, matrix, order=order)
     # Bits order non-negative numbers as their values do. XLA joins reductions of one dtype, so it
     # joins those of all kernels, which wait for nothing, with none that waits for an activation.
     reduced = jnp.float32 if spec.rows else jnp.int32
     maximum = split.pmax(jax.lax.bitcast_convert_type(maximum, reduced), every)
     maximum = jax.lax.bitcast_convert_type(maximum, jnp.float32)
-    return _restored(spec, x, cast_kernel(spec.codes, matrix, maximum, order=order))
+    return _restored(spec, x, cast_kernel(spec, matrix, maximum, order=order))
 
 
-def _dims(spec: Quantize, ndim: int) -> Dims:
+def _dims(spec: Codes, ndim: int) -> Dims:
     every = tuple(range(ndim))
     qt = (*every[spec.split :], *every[: spec.split])
-    return (every,), (*[every] * spec.codes.has_q, *[qt] * spec.codes.has_qt, ())
+    return (every,), (*[every] * spec.has_q, *[qt] * spec.has_qt, ())
 
 
-def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any:
+def _batch(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -> Any:
     (x,), (dim,) = args, dims
-    codes = spec.codes
     if not spec.rows:
         results = jax.vmap(lambda x: define(spec, x), dim)(x)
         return results, [0] * len(results)
     columns = x.ndim - 1 - spec.split
     results = op(replace(spec, split=spec.split + 1), jnp.moveaxis(x, dim, 0), order=order)
-    return results, [*[0] * codes.has_q, *[columns] * codes.has_qt, None]
+    return results, [*[0] * spec.has_q, *[columns] * spec.has_qt, None]
 
 
 _rules = {"batch": _batch, "jvp": no_second_derivative}
@@ -429,6 +416,6 @@ def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
 def quantize(
     x: Array, codes: Codes, *, split: int, rows: bool = True, order: Order = BEST
 ) -> Quantized:
-    """Returns the codes of `x`, of a kernel where not `rows`; see `Quantize`."""
-    *found, scale = op(Quantize(codes, split, rows), x, order=order)
+    """Returns the codes of `x`, of a kernel where not `rows`; see `Codes`."""
+    *found, scale = op(replace(codes, split=split, rows=rows), x, order=order)
     return Quantized(found[0] if codes.has_q else None, found[-1] if codes.has_qt else None, scale)

@@ -556,7 +556,7 @@ X, KERNEL, LABELS = jnp.ones((4, 3)), jnp.ones((3, 7)), jnp.zeros(4, jnp.int32)
         ({"z_loss": float("inf")}, ValueError, "z_loss must be finite"),
         ({"reduction": "average"}, ValueError, "one of 'mean', 'sum', 'none', got 'average'"),
         ({"reduction": None}, ValueError, "reduction must be one of .*got None"),
-        ({"ignore": 0.5}, TypeError, "ignore must be None or an integer, got 0.5"),
+        ({"ignore": 0.5}, TypeError, "ignore must be an integer, got 0.5"),
         ({"dtype": "int8"}, TypeError, "dtype must be one of .*got int8"),
         ({"logits_dtype": bf16}, ValueError, "hold the values of dtype, float32; got bfloat16"),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, got 0"),

@@ -14,7 +14,7 @@ from reference import assert_close, wide
 
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.cross_entropy.softmax import Layout, Softmax
-from normfuse.layers.quantization.quantize import CastLayout, Codes
+from normfuse.layers.quantization.quantize import E5M2, CastLayout, Codes
 from normfuse.native import compiler
 from normfuse.native.launch import named_target
 
@@ -213,8 +213,12 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
     both, spec, structs = examples[2]
     smoothed = dataclasses.replace(spec, smoothing=0.1, share=0.1 / vocabulary)
     examples.append((both, smoothed, structs))
+    own, struct = Softmax(dtype=dtype, as_with_gradient=True), jax.ShapeDtypeStruct
+    coded = dataclasses.replace(own, codes=Codes(E5M2.dtype))
     for rows in 48, 2048:
-        examples += [*softmax.code_examples(vocabulary, dtype, rows=rows)][:2]
+        given = [struct((rows, vocabulary), dtype), struct((rows,), "int32")]
+        examples.append((softmax.statistics, own, given))
+        examples.append((softmax.codes, coded, [*given, *[struct((rows,), "float32")] * 3]))
     for kernel, spec, structs in examples:
         jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     assert len(logs) == 8
