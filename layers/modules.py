@@ -79,17 +79,9 @@ class Linear:
     activation: Activation
     quantization: Quantization
 
-    def operands(self) -> tuple[Array, Array | None]:
-        """Returns the kernel and the bias."""
-        raise NotImplementedError
-
-    def unserved(self, x: Array) -> str:
-        """Returns the part of the layer and its input that only the framework serves, or ""."""
-        raise NotImplementedError
-
-    def compute_dtype(self, *arrays: Array | None) -> Any:
-        """Returns the dtype of a product of these arrays."""
-        raise NotImplementedError
+    operands: Callable[[], tuple[Array, Array | None]]  # the kernel and the bias
+    unserved: Callable[[Array], str]  # the part that only the framework serves of an input, or ""
+    compute_dtype: Callable[..., Any]  # of a product of these arrays
 
 
 def gated_mlp(

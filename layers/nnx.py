@@ -41,6 +41,13 @@ class _Norm:
     _name: str
     _norm: Callable[..., Array]
 
+    def __init__(
+        self: Any, num_features: int, *, implementation: Implementation = None, **kwargs: Any
+    ):
+        modules.check_eps(self._name, "epsilon", kwargs.get("epsilon", 1e-6))
+        super().__init__(num_features, **kwargs)
+        self.implementation = modules.check_options(implementation)
+
     def __call__(self: Any, x: Array, mask: Array | None = None) -> Array:
         """Normalises x over `reduction_axes`; `mask` is Flax's."""
         x, name = jnp.asarray(x), self._name
@@ -107,17 +114,6 @@ class RMSNorm(_Norm, nnx.RMSNorm):
 
     _name, _norm = "nnx.RMSNorm", staticmethod(rms_norm)
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ):
-        modules.check_eps("nnx.RMSNorm", "epsilon", kwargs.get("epsilon", 1e-6))
-        super().__init__(num_features, **kwargs)
-        self.implementation = modules.check_options(implementation)
-
 
 class LayerNorm(_Norm, nnx.LayerNorm):
     """`flax.nnx.LayerNorm` computed by `normfuse.layer_norm`.
@@ -133,17 +129,6 @@ class LayerNorm(_Norm, nnx.LayerNorm):
     """
 
     _name, _norm = "nnx.LayerNorm", staticmethod(layer_norm)
-
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ):
-        modules.check_eps("nnx.LayerNorm", "epsilon", kwargs.get("epsilon", 1e-6))
-        super().__init__(num_features, **kwargs)
-        self.implementation = modules.check_options(implementation)
 
 
 class Linear(modules.Linear, nnx.Linear):
