@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...native.implementation import BEST, NAMES, Implementation, Order, requested
-from ..core.arguments import array_of, finite, flag, floating, floating_dtype
+from ..core.arguments import (
+    array_of,
+    checked_softcap,
+    finite,
+    flag,
+    floating,
+    floating_dtype,
+    integer,
+)
 from ..core.op import reshard_like, vary, varying_axes
 from ..core.sharding import axes_of, whole
 from . import op as ops
@@ -103,11 +110,14 @@ def attention(
     order = _order(implementation)
     name = floating_dtype(_OP, dtype, q.dtype)
     q, k, v = q.astype(name), k.astype(name), v.astype(name)
+    window = None if window is None else integer(_OP, "window", window, 1)
+    if window is not None and not causal:
+        raise ValueError(f"{_OP}: window={window} needs causal=True; for other shapes pass a mask")
     spec = Spec(
         scale=1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else finite(_OP, "scale", scale),
         causal=flag(_OP, "causal", causal),
-        window=_window(window, causal),
-        softcap=_softcap(softcap),
+        window=window,
+        softcap=checked_softcap(_OP, softcap),
         precision=jax.config.jax_default_matmul_precision,
     )
     batch, length, heads, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
@@ -148,29 +158,6 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             f"{_OP}: the heads of q must be a multiple of k's; got {q.shape[2]} and {k.shape[2]}"
         )
-
-
-def _window(window: Any, causal: bool) -> int | None:
-    if window is None:
-        return None
-    try:
-        size = operator.index(window)
-    except TypeError:
-        raise TypeError(f"{_OP}: window must be None or an integer, got {window!r}") from None
-    if not causal:
-        raise ValueError(f"{_OP}: window={size} needs causal=True; for other shapes pass a mask")
-    if size < 1:
-        raise ValueError(f"{_OP}: window must be at least 1, the query's own key; got {size}")
-    return size
-
-
-def _softcap(softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    cap = finite(_OP, "softcap", softcap)
-    if cap <= 0:
-        raise ValueError(f"{_OP}: softcap must be positive, or None for no bound; got {softcap}")
-    return cap
 
 
 def _four(argument: str, array: Array, shape: tuple[int, ...]) -> Array:

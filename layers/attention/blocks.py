@@ -147,15 +147,7 @@ def _moved(spec: Spec, q: Array, k: Array, v: Array, extras: Sequence[Array]) ->
     if spec.bias is None:
         return lambda *qkv: square(spec, *qkv, *extras)[0], (q, k, v)
     bias, *others = extras
-    # A bias's gradient in float32, and with dimensions that the bias may not have.
-    bias = bias.astype(compute_dtype(q.dtype))
-    dims = spec.bias
-    if spec.dbias is not None and spec.dbias != dims:
-        d = numbers(q.ndim)
-        sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
-        shape = [sizes[n] for n in spec.dbias]
-        bias, dims = jnp.broadcast_to(spread(bias, dims, spec.dbias), shape), spec.dbias
-    spec = replace(spec, bias=dims)
+    bias = bias.astype(compute_dtype(q.dtype))  # so that its gradient is
     return lambda *qkvb: square(spec, *qkvb, *others)[0], (q, k, v, bias)
 
 
@@ -163,7 +155,7 @@ def square_gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> 
     """`(q, k, v, *extras, dout) -> [dq, dk, dv][, dbias]`."""
     *extras, dout = rest
     function, operands = _moved(spec, q, k, v, extras)
-    return list(jax.vjp(function, *operands)[1](dout))[: 3 + (spec.dbias is not None)]
+    return list(jax.vjp(function, *operands)[1](dout))[: 3 + spec.dbias]
 
 
 def _seen(spec: Spec, given: Extras, rows: Array, keys: Array, ndim: int) -> Array | None:
@@ -285,29 +277,32 @@ class _Tiles:
         x = jnp.broadcast_to(x, whole)
         return x.reshape(*x.shape[:-3], -1, self.keys_)
 
+    @property
+    def bias(self) -> Dimensions:
+        """The bias's dimensions."""
+        return self.spec.bias or ()
+
     def no_dbias(self) -> list[Array]:
         """Returns the bias's gradient before the first block, if it is asked for."""
-        dims = self.spec.dbias
-        if dims is None:
+        if not self.spec.dbias:
             return []
         sizes = self.sizes | {
             self.d.length: self.row_blocks * self.rows_,
             self.d.keys: self.key_blocks * self.keys_,
         }
-        return [jnp.zeros([sizes[n] if n in dims else 1 for n in self.d.scores], self.wide)]
+        return [jnp.zeros([sizes[n] if n in self.bias else 1 for n in self.d.scores], self.wide)]
 
     def add_to_bias(self, dbias: Array, ds: Array, i: Array, j: Array) -> Array:
         """Returns the bias's gradient with a block's added."""
         ds = ds.reshape(*ds.shape[:-2], self.sizes[self.d.group], self.rows_, self.keys_)
-        dims = self.spec.dbias or ()
-        absent = tuple(axis for axis, n in enumerate(self.d.scores) if n not in dims)
+        absent = tuple(axis for axis, n in enumerate(self.d.scores) if n not in self.bias)
         ds = jnp.sum(ds, axis=absent, keepdims=True)
         starts = [jnp.int32(0)] * ds.ndim
         for axis, number, start in (
             (-2, self.d.length, i * self.rows_),
             (-1, self.d.keys, j * self.keys_),
         ):
-            if number in dims:
+            if number in self.bias:
                 starts[axis] = start
         return lax.dynamic_update_slice(
             dbias, lax.dynamic_slice(dbias, starts, ds.shape) + ds, starts
@@ -315,7 +310,7 @@ class _Tiles:
 
     def whole_bias(self, dbias: Array) -> Array:
         """Returns the bias's gradient in the dimensions that it has."""
-        kept = [n for n in self.d.scores if n in (self.spec.dbias or ())]
+        kept = [n for n in self.d.scores if n in self.bias]
         dbias = dbias[..., : self.sizes[self.d.length], : self.sizes[self.d.keys]]
         return dbias.reshape([self.sizes[n] for n in kept])
 

@@ -114,9 +114,6 @@ def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
     q, k, _, *extras, _, _, _, _ = operands
     _require(capability, spec, q, k, extras)
     dims = spec.gradients_dims(q.ndim)
-    if spec.bias is not None and spec.dbias is not None and spec.bias != spec.dbias:
-        wide, spec = _wider_bias(spec, q, k, extras)
-        operands = *operands[:3], wide, *operands[4:]
 
     def run(call: _Call, q: Array, k: Array, v: Array, *others: Array) -> list[Array]:
         *_, out, most, log_sum, dout = others
@@ -126,34 +123,15 @@ def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
         lse = call.of_kernel(lse.reshape(len(flat_out), -1, q.shape[-4]))
         found = _run_backward(call, qkv, flat_out, lse, call.only_seen(flat_dout, 0))
         results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
-        return results + ([] if spec.dbias is None else [call.whole_bias(found[3])])
+        return results + ([call.whole_bias(found[3])] if spec.dbias else [])
 
     return _simplest(capability, spec, run, operands, dims)
-
-
-def _wider_bias(spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> tuple[Array, Spec]:
-    """Returns a bias with all dimensions of its gradient, and its spec."""
-    d = numbers(q.ndim)
-    assert spec.bias is not None and spec.dbias is not None
-    sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
-    wide = spread(extras[0], spec.bias, spec.dbias)
-    bias = jnp.broadcast_to(wide, [sizes[n] for n in spec.dbias])
-    return bias, replace(spec, bias=spec.dbias)
 
 
 # ---------------------------------------------------------------- supported arguments
 
 
 _INDEXED = 2**31  # elements of an array; the gradients of more were wrong on an H100, cuDNN 9
-
-
-def refusal(capability: int, spec: Spec, q: Any, k: Any, *extras: Any) -> str:
-    """Returns why cuDNN does not take operands of these shapes and dtypes, or ""."""
-    try:
-        _require(capability, spec, q, k, extras)
-    except Unsupported as error:
-        return str(error)
-    return ""
 
 
 def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> None:
@@ -396,7 +374,7 @@ class _Call:
 
     def whole_bias(self, dbias: Array) -> Array:
         """Returns the gradient of the bias as it was given, in float32."""
-        dims = self._spec.dbias
+        dims = self._spec.bias
         assert dims is not None
         like = jnp.zeros([self._sizes[n] for n in dims], jnp.float32)
         whole, pull = jax.vjp(lambda a: self._whole(a, dims), like)

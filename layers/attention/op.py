@@ -96,7 +96,7 @@ def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) ->
     dq, dk, dv, *dbias = _gradients(spec, *operands, order=order)
     d = numbers(operands[0].ndim)
     dk, dv = split.psum(dk, [d.group]), split.psum(dv, [d.group])
-    absent = [n for n in d.rows if n not in (spec.dbias or ())]
+    absent = [n for n in d.rows if n not in (spec.bias or ())]
     return [dq, dk, dv, *[split.psum(b, absent) for b in dbias]]
 
 
@@ -128,20 +128,17 @@ def _batch(
 ) -> tuple[list[Array], list[int]]:
     """A batch dimension is one more of batch, the first; a bias or mask without it stays without.
 
-    Each example has its own gradient of the bias.
+    But each example has its own gradient of the bias, which then has it too.
     """
     size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
     old, _ = op.dims(spec, args[0].ndim - (batched[0] is not None), 0)  # pyright: ignore
     extras = range(3, 3 + len(spec.extras))
     moved, dims = [], []
     for i, (array, at) in enumerate(zip(args, batched)):
-        has = at is not None or i not in extras
+        has = at is not None or i not in extras or (spec.dbias and i == 3)
         moved.append(batch_at(array, at, 0, size) if has else array)
         dims.append((*[0] * has, *[n + 1 for n in old[i]]))
-    dbias = spec.dbias
-    if dbias is not None:
-        dbias = 0, *[n + 1 for n in dbias]
-    spec = spec.with_extras([dims[i] for i in extras], dbias=dbias)
+    spec = spec.with_extras([dims[i] for i in extras])
     placed = [placed_like(a, n, moved[0]) for a, n in zip(moved, dims)]
     results = op(spec, *placed, order=order)
     return results, [0] * len(results)
@@ -156,16 +153,11 @@ def _out(spec: Spec, *operands: Array) -> list[Array]:
     return [blocks.square(spec, *operands)[0]]
 
 
-def _refuse_forward_mode(spec: Spec, order: Order) -> None:
-    if order.strict:
-        raise _refusal(spec, "cuDNN has no forward mode")
-
-
 def _backward(
     spec: Spec, cts: Any, operands: Any, results: Any, wanted: Any, *, order: Order
 ) -> list[Any]:
     """Returns the gradients of q, k, v and the bias; None of the other extras."""
-    dbias = spec.bias if spec.bias is not None and wanted[3] else None
+    dbias = spec.bias is not None and wanted[3]
     found = gradients(replace(spec, dbias=dbias), *operands, *results, *cts, order=order)
     return found + [None] * (len(operands) - len(found))
 
@@ -204,7 +196,6 @@ attention = _op(
     body=_forward_body,
     jvp=_forward_jvp,
     formula=_out,
-    forward_mode=_refuse_forward_mode,
     without_last=_without_last,
 )
 gradients = _op(
@@ -214,4 +205,3 @@ gradients = _op(
     body=_gradients_body,
     jvp=_gradients_jvp,
 )
-attention.backward = gradients

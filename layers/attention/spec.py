@@ -10,7 +10,6 @@ dimension (a bias, a mask, segment ids) do not have it.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from jax import Array
 
@@ -65,8 +64,7 @@ class Spec:
     bias: Dimensions | None = None
     mask: Dimensions | None = None
     segments: tuple[Dimensions, Dimensions] | None = None  # dimensions for queries, for keys
-    # The dimensions of the bias's gradient; None where there is none.
-    dbias: Dimensions | None = None
+    dbias: bool = False  # the bias has a gradient, of its dimensions
     # Number of results a row has besides the output: its largest score, the log of its sum.
     statistics: int = 2
     op: str = "attention"  # the function the user called
@@ -77,10 +75,6 @@ class Spec:
         given = self.bias, self.mask, *(self.segments or ())
         return tuple(dims for dims in given if dims is not None)
 
-    @property
-    def _of_bias(self) -> tuple[Dimensions, ...]:
-        return () if self.dbias is None else (self.dbias,)
-
     def forward_dims(self, q_ndim: int, *_: int) -> Dims:
         """The dimensions of the forward's operands, q, k, v and extras, and of its results."""
         d = numbers(q_ndim)
@@ -90,15 +84,15 @@ class Spec:
         """The same of the gradients', which also take out, statistics and out's gradient."""
         d = numbers(q_ndim)
         operands = d.q, d.kv, d.kv, *self.extras, d.q, d.rows, d.rows, d.q
-        return operands, (d.q, d.kv, d.kv, *self._of_bias)
+        return operands, (d.q, d.kv, d.kv, *self.extras[: self.dbias])
 
-    def with_extras(self, dims: Sequence[Dimensions], **changes: Any) -> "Spec":
+    def with_extras(self, dims: Sequence[Dimensions]) -> "Spec":
         """Returns the spec with these dimensions of the extras."""
         found = iter(dims)
         bias = None if self.bias is None else next(found)
         mask = None if self.mask is None else next(found)
         segments = None if self.segments is None else (next(found), next(found))
-        return dataclasses.replace(self, bias=bias, mask=mask, segments=segments, **changes)
+        return dataclasses.replace(self, bias=bias, mask=mask, segments=segments)
 
 
 @dataclasses.dataclass(frozen=True)

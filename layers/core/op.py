@@ -99,7 +99,6 @@ class Op:
       types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
         say; only an optimization.
       formula: the differentiable results in plain JAX, where derivatives are not of `definition`.
-      forward_mode: `(spec, order)`, called where the tangent is lowered; may refuse it.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
     """
@@ -121,7 +120,6 @@ class Op:
     linear: bool = False
     types: Callable[..., Sequence[Any] | None] | None = None
     formula: Body | None = None
-    forward_mode: Callable[[Any, Order], None] | None = None
     without_last: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
@@ -479,7 +477,6 @@ def where_lowered(ctx: Any, lead: Any) -> _Where:
 #     with_batch() -> function          of rows with one more dimension, the first
 #     with_kernels(kept, tangents)      optional: the function where those that are True have one
 #                                       more dimension, the first; None for `vmap`
-#     before()                          optional: called where the tangent is lowered
 #
 # `kept` is a tree of arrays, None for what is not there; so are tangents that do not move,
 # gradients of results that nobody uses and, among `likes`, the types of tangents without one.
@@ -536,11 +533,6 @@ class _Operation:
         along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, kept[0])]
         return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], along)[1]
 
-    def before(self) -> None:
-        """Lets the operation refuse its tangent."""
-        if self.differentiated.forward_mode:
-            self.differentiated.forward_mode(self.spec, self.order)
-
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
         """Returns the backward's gradients, of the types of the operands."""
         wanted = [like is not None for like in likes]
@@ -565,16 +557,6 @@ def tangents_of(
     """
     function = _Operation(op, backward, spec, order)
     return linear(function, (list(operands), list(more)), tangents, results)
-
-
-def differentiate(op: Op, backward: Callable[..., list[Any]]) -> None:
-    """Gives an operation a derivative that reads its operands alone; see `tangents_of`."""
-
-    def jvp(primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
-        results = op(spec, *primals, order=order)
-        return results, tangents_of(op, backward, spec, primals, tangents, results, order=order)
-
-    ad.primitive_jvps[op.primitive] = jvp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -673,18 +655,10 @@ def _transpose_tangent(cts: Any, *operands: Any, spec: Tangent, order: Order) ->
     return [None] * count + _gradients(spec, cts, operands[:count], likes)
 
 
-def _before_tangent(ctx: Any, spec: Tangent, order: Order) -> Order:
-    del ctx
-    if before := getattr(spec.function, "before", None):
-        before()
-    return order
-
-
 tangent = Op(
     "tangent",
     _define_tangent,
     batch=_batch_tangent,
     transpose=_transpose_tangent,
     types=lambda spec, *_: spec.results,
-    before=_before_tangent,
 )

@@ -27,9 +27,9 @@ from ..core.op import (
     Loose,
     Op,
     Split,
-    differentiate,
     equally_varying,
     match,
+    tangents_of,
     vary,
     varying_axes,
 )
@@ -331,13 +331,6 @@ backward = Op(
     batched=_batched,
     linear=True,
 )
-forward = Op(
-    "epilogue",
-    define_forward,
-    dims=_forward_dims,
-    body=_forward_body,
-    batched=_batched,
-)
 
 
 def gradients(
@@ -349,7 +342,19 @@ def gradients(
     return results + [None] * (len(operands) - len(results))
 
 
-differentiate(forward, gradients)
+def _jvp(primals: Any, tangents: Any, *, spec: Epilogue, order: Order) -> Any:
+    y = forward(spec, *primals, order=order)
+    return y, tangents_of(forward, gradients, spec, primals, tangents, y, order=order)
+
+
+forward = Op(
+    "epilogue",
+    define_forward,
+    dims=_forward_dims,
+    body=_forward_body,
+    batched=_batched,
+    jvp=_jvp,
+)
 
 
 # ---------------------------------------------------------------- functions for layers
