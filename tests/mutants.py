@@ -652,11 +652,37 @@ MUTANTS = [
         'return closed, "border"',
         "tests/fuse/test_choices.py::test_ours_is_what_theirs_is[a loss-None]",
     ),
-    Mutant(  # a mask that replaces logits is no bias
+    Mutant(
         "layers/fuse/losses.py",
-        "if not all(m.added for m in base.masks):",
-        "if False:",
-        "tests/fuse/test_lookalikes.py::test_lookalike[loss: words masked]",
+        "    if hidden.all():",
+        "    if False:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[loss: all words masked]",
+    ),
+    Mutant(
+        "layers/fuse/losses.py",
+        "        return jnp.where(self._is_hidden(read, place), self.hidden[1] - less, picked)",
+        "        return picked",
+        "tests/fuse/test_spellings.py::test_spelling[loss: labels that a mask hides, of each row]",
+    ),
+    Mutant(
+        "layers/fuse/scores.py",
+        "fa, fb = (fa, None) if sizes[0] >= sizes[1] else (None, fb)",
+        "fa, fb = (fa, None)",
+        "tests/fuse/test_spellings.py::test_spelling"
+        "[attention: a mask and a bias that is a product given]",
+    ),
+    Mutant(
+        "layers/fuse/rows.py",
+        "of = [f if f and f.base.dot is form.base.dot else None for f in of]",
+        "pass",
+        "tests/fuse/test_spellings.py::test_spelling"
+        "[attention: a mask and a bias that is a product given]",
+    ),
+    Mutant(
+        "layers/fuse/constants.py",
+        '    if name == "reduce_sum" and operands[0] is not None:',
+        "    if False:",
+        "tests/fuse/test_spellings.py::test_a_loss_divided_by_a_sum_of_ones_is_one_sum",
     ),
     Mutant(
         "layers/fuse/lookups.py",

@@ -236,7 +236,7 @@ GIVEN = {  # functions of scores and of one more argument, which is known at run
         draw(3, H, 7),
     ),
     "a mask and a bias that is a product": (
-        lambda s, b: s + (mask_added() + jnp.einsum("hn,qkn->hqk", b, jax.nn.one_hot(NEAR, 7))),
+        lambda s, b: (mask_added() + jnp.einsum("hn,qkn->hqk", b, jax.nn.one_hot(NEAR, 7))) + s,
         draw(3, H, 7),
     ),
 }
@@ -830,6 +830,19 @@ def test_a_norm_that_is_read_in_two_dtypes_is_computed_once():
         # A bfloat16 y may be rounded to its neighbour, 2^-8 of it; it is below 16.
         np.testing.assert_allclose(got.astype(f32), exact.astype(f32), rtol=0, atol=2.0**-4)
     assert fused.served() == {"norm": 1}
+
+
+def test_a_loss_divided_by_a_sum_of_ones_is_one_sum():
+    """EasyLM divides by the sum of its mask; with a row each, logits would be computed again."""
+
+    def loss(x, w, y):
+        valid = jnp.ones((B, T))
+        rows = jnp.where(valid > 0, picked(jax.nn.log_softmax(x @ w), y), 0.0)
+        return -jnp.mean(rows.sum(-1) / jnp.maximum(valid.sum(-1), 1e-10))
+
+    fused = fuse_cases.Fused(loss)
+    jax.eval_shape(fused, draw(0, *BTE), draw(1, E, V), words())
+    assert [row.served for row in fused.rows] == ["linear_cross_entropy: sum"]
 
 
 # ---------------------------------------------------------------- products, in FP8
