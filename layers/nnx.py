@@ -45,7 +45,8 @@ class _Norm:
         self: Any, num_features: int, *, implementation: Implementation = None, **kwargs: Any
     ):
         modules.check_eps(self._name, "epsilon", kwargs.get("epsilon", 1e-6))
-        super().__init__(num_features, **kwargs)
+        flax_norm: Any = super()
+        flax_norm.__init__(num_features, **kwargs)
         self.implementation = modules.check_options(implementation)
 
     def __call__(self: Any, x: Array, mask: Array | None = None) -> Array:

@@ -84,8 +84,8 @@ class Primal(Function):
 def _by_jax(plain: Plain, kind: str, base: int, moving: Numbers, *operands: Array) -> Any:
     """The tangent or gradient of `plain`, linear in the operands from `base` on, by JAX."""
     shape = jnp.broadcast_shapes(*(a.shape for a in operands))
-    *operands, linear = (*operands[:base], operands[base:])
-    linear = tuple(jnp.broadcast_to(a, shape) for a in linear)
+    linear = tuple(jnp.broadcast_to(a, shape) for a in operands[base:])
+    operands = operands[:base]
 
     def of(*moved: Array) -> Any:
         changed = dict(zip(moving, moved, strict=True))

@@ -418,6 +418,7 @@ def attend(q, k, v, bias, mask, *, number, adds, infinite, empty, causal, window
         return y * jnp.where(sees & ~some, jnp.nan, 1).astype(y.dtype)
     if adds and not infinite and abs(number) < ABSORBING:
         # A number that all scores of a row have added changes nothing: such a row sees all keys.
+        assert mask is not None
         return plain(q, k, v, bias=bias, mask=mask | ~jnp.any(seen, -1, keepdims=True))
     specific = jnp.all(some if adds else some | ~sees)
     return jax.lax.cond(specific, usual, jax.checkpoint(general), q, k, v, bias, mask)

@@ -104,7 +104,7 @@ class Loss(Site):
             shared[self.labels] = self._call(read, place, None, alone=True, **options)
         loss, lse = shared[self.labels]
         y = self.lse * lse
-        inside = None if self.labels is None else self._inside(read, place)
+        inside = self.labels is None or self._inside(read, place)
         if self.outside == "all 0":
             outside = -self.sum * self.vocabulary * lse
             picked = self._replaced(read, place, lse - loss, 0)

@@ -73,7 +73,8 @@ def _run(kernel: str, target: Target, norm: Norm, *operands: Array) -> list[Arra
         return [found[name] for name in results]
 
     of_kernel = {"forward": _forward, "backward": _backward}[kernel]
-    kinds = dict.fromkeys(STATISTICS, "row") | dict.fromkeys(PARAMETERS, "column sum")
+    kinds: dict[str, Any] = dict.fromkeys(STATISTICS, "row")
+    kinds |= dict.fromkeys(PARAMETERS, "column sum")
     types = {"Y": norm.out_dtype, "H": stored, "DX": x.dtype}
     outs = [Out(kinds.get(k, "tile"), jnp.dtype(types.get(k, compute))) for k in results]
     of = lambda group: [arrays[name] for name in group]

@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #else
   for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
-    [[maybe_unused]] constexpr long long owner = 0;  // the example of scale and bias
+    [[maybe_unused]] constexpr long long owner = 0;            // the example of scale and bias
 #endif
     const auto row = [&](int r) { return mine + r; };
 
