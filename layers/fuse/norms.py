@@ -399,10 +399,12 @@ def _sum(g: Norms, made: Equation, a: Part | None) -> Part | None:
 
 
 def _dot(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
-    """Σ x², as a product of x with itself."""
+    """Σ x², as a product of x with itself; a scale, as a product that sums over nothing."""
+    contract, batch = made.params["dimension_numbers"]
+    if not contract[0]:
+        return _scaled(g, made, batch, a, b)
     if a is None or b is None or not _same(a, b):
         return None
-    contract, batch = made.params["dimension_numbers"]
     if contract[0] != contract[1] or batch[0] != batch[1]:
         return None
     if len(contract[0]) + len(batch[0]) != len(a.dims):
@@ -412,6 +414,21 @@ def _dot(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
         return None
     dims = tuple(a.dims[i] for i in batch[0])
     return replace(a, kind="stat", axis=axis, dims=dims, value=made.outs[0])
+
+
+def _scaled(g: Norms, made: Equation, batch: Any, *parts: Part | None) -> Part | None:
+    """MaxText's `einsum("...k,k->...k", norm, scale)`."""
+    for i, norm in enumerate(parts):
+        if norm is None or norm.kind != "norm" or norm.scale is not None or norm.bias is not None:
+            continue
+        if g.program.avals[made.ins[1 - i]].ndim != len(batch[i]):
+            continue
+        order = sorted(range(len(batch[i])), key=lambda j: batch[1 - i][j])  # of the vector's
+        vector = g.vector(made.ins[1 - i], tuple(norm.dims[batch[i][j]] for j in order))
+        if set(atoms(vector.dims)) == norm.axis:
+            rest = [d for j, d in enumerate(norm.dims) if j not in batch[i]]
+            return replace(norm, scale=vector, dims=(*[norm.dims[j] for j in batch[i]], *rest))
+    return None
 
 
 def _layout(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
@@ -630,7 +647,8 @@ def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
     taken: set[int] = set()
 
     def site(value: int) -> Normed:
-        if norms.program.maker[value].name in LAYOUT:
+        made = norms.program.maker[value]
+        if made.name in LAYOUT and norms.program.made(made.ins[0])[1] != "dot_general":
             raise Left  # it only lays a norm's result out anew
         site = site_of(norms, value, taken)
         taken.update(site.outs)

@@ -456,6 +456,17 @@ REASONS = {  # (function, part of the reason)
 }
 
 
+def test_a_scale_by_an_einsum_is_the_norms(rng):
+    """MaxText's spelling, which a transpose follows."""
+
+    def function(x, scale, kernel):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return multiply(jnp.einsum("...k,k->...k", y, scale), kernel)
+
+    (row,), _ = reported(function, *operands(rng, DIM))
+    assert row.served == "1 × dense"
+
+
 @pytest.mark.parametrize("name", REASONS)
 def test_the_report_says_why_not_and_the_results_stay(name, rng):
     args, (function, reason) = operands(rng, DIM), REASONS[name]

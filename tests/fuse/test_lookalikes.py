@@ -421,6 +421,10 @@ norm_case(
     lambda x, w: (x - mean(x)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-3) * w,
 )
 norm_case("the normalised is read", lambda x, w: (lambda h: (h * w, h))(x * rms(x)))
+norm_case(
+    "an einsum with a vector of each token",
+    lambda x, w: jnp.einsum("bnd,n->bnd", x * rms(x), jnp.arange(1.0, 1 + x.shape[1])),
+)
 norm_case("statistics stopped", lambda x, w: x * stop(rms(x)) * w, left=True)
 norm_case(
     "rsqrt of another derivative",

@@ -577,6 +577,7 @@ NORMS = {  # functions of x and w
     "1 + w in float32": lambda x, w: (
         x.astype(f32) * rms(x.astype(f32)) * (1 + w.astype(f32))
     ).astype(x.dtype),
+    "rounded, then the weight by an einsum": lambda x, w: jnp.einsum("...k,k->...k", low_rms(x), w),
     "no weight": lambda x, w: x * rms(x),
     "vmapped rows": lambda x, w: jax.vmap(
         jax.vmap(lambda r: r * lax.rsqrt(jnp.mean(r * r) + 1e-6) * w)
