@@ -71,7 +71,13 @@ def set_options(
 
 
 class Linear:
-    """The parts of our linear layers in nnx and in Equinox that a `GatedMLP` reads."""
+    """The parts of our linear layers in nnx and in Equinox that a `GatedMLP` reads.
+
+    Attributes:
+      operands: returns the kernel and the bias.
+      unserved: returns the part of the layer and an input that only the framework serves, or "".
+      compute_dtype: returns the dtype of a product of arrays.
+    """
 
     _name: str
     contract = 0  # the axis of the kernel that x multiplies
@@ -79,9 +85,9 @@ class Linear:
     activation: Activation
     quantization: Quantization
 
-    operands: Callable[[], tuple[Array, Array | None]]  # the kernel and the bias
-    unserved: Callable[[Array], str]  # the part that only the framework serves of an input, or ""
-    compute_dtype: Callable[..., Any]  # of a product of these arrays
+    operands: Callable[[], tuple[Array, Array | None]]
+    unserved: Callable[[Array], str]
+    compute_dtype: Callable[..., Any]
 
 
 def gated_mlp(

@@ -114,6 +114,7 @@ class RMSNorm(_Norm, nnx.RMSNorm):
     """
 
     _name, _norm = "nnx.RMSNorm", staticmethod(rms_norm)
+    __init__ = _Norm.__init__  # nnx reads the signature of the class's own
 
 
 class LayerNorm(_Norm, nnx.LayerNorm):
@@ -130,6 +131,7 @@ class LayerNorm(_Norm, nnx.LayerNorm):
     """
 
     _name, _norm = "nnx.LayerNorm", staticmethod(layer_norm)
+    __init__ = _Norm.__init__
 
 
 class Linear(modules.Linear, nnx.Linear):

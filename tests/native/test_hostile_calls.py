@@ -71,8 +71,8 @@ def libraries(folder: pathlib.Path, monkeypatch) -> None:
             "template <class T> bool larger(T x, T y) { return x > y; }",
             [of(jnp.int32), column(jnp.int32)],
         ),
-        "two": (
-            "template <class T> void two(T x, float y, T& s, T& d) { s = x + y; d = x - y; }",
+        "mixed": (
+            "template <class T> T mixed(T x, float y) { return x + y; }",
             [of(jnp.float32), row(jnp.float32)],
         ),
     }
