@@ -68,6 +68,8 @@ PROGRAMS = {
     "attention": (attention, (X, X + 1, X - 1, MASK), None),
     "mlp": (mlp, (P, X), "fp8"),
 }
+PARTS = "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"
+"""Parts of a function, which Python 3.11 calls; closing a generator ignores exceptions."""
 # Functions around the guards call the user's function and check its results.
 AROUND = {
     "fuse.py": "fused call rewritten conclude _check_kept _objects".split(),
@@ -87,7 +89,7 @@ def traced(name, planted=None, last=0):
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(FOLDER):
             return
-        if code.co_name == "<genexpr>":  # a part of a function; closing it ignores exceptions
+        if code.co_name in PARTS:
             return
         key = os.path.basename(code.co_filename), code.co_qualname, code.co_firstlineno
         calls[key] += not (calls[key] and code.co_flags & inspect.CO_GENERATOR)

@@ -58,7 +58,8 @@ def test_the_best_words_need_no_logits(name):
     grad = lambda f: jax.jit(jax.value_and_grad(f, 1, has_aux=True))(x, kernel, y)[0]
     (loss, words), (theirs, wanted) = grad(fused), grad(CASES[name])
     np.testing.assert_array_equal(words, wanted)
-    np.testing.assert_allclose(loss, theirs, rtol=1e-6)
+    # Older JAX rounds bfloat16's logits before they are widened.
+    np.testing.assert_allclose(loss, theirs, rtol=1e-6 if x.dtype == jnp.float32 else 2.0**-8)
     assert [row.served.split(":")[0] for row in reports[-1].rows] == ["linear_cross_entropy"] * 2
     text = str(jax.make_jaxpr(fused)(x, kernel, y))
     assert "cross_entropy_argmax" in text and "dot_general" not in text

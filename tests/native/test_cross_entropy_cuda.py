@@ -223,5 +223,7 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
         jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     assert len(logs) == 8
     spilled = [int(n) for log in logs for n in re.findall(r"(\d+) bytes spill stores", log)]
-    # The most is of the gradient alone on sm_90, which has 48 registers a thread.
-    assert len(spilled) == 8 and max(spilled) <= 104, logs
+    # The most is of the gradient alone on sm_90, which has 48 registers a thread: 104 bytes, and
+    # twice as many by NVRTC 13.0.
+    _, *version = compiler._nvrtc().nvrtcVersion()
+    assert len(spilled) == 8 and max(spilled) <= (200 if version == [13, 0] else 104), logs
