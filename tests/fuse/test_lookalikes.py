@@ -325,7 +325,7 @@ LEFT_BIASES = {  # that are none of each word alone
     "a bias after a mask": lambda z, y, b: integers(
         jnp.where(jnp.arange(V) < V - 3, z, -1e9) + b, y
     ),
-    "all words masked": lambda z, y, b: integers(jnp.where(jnp.arange(V) < 0, z, -1e9) + b, y),
+    "all words masked": lambda z, y, b: integers(jnp.where(jnp.arange(V) < 0, z + b, -1e9), y),
 }
 for name, loss in LEFT_BIASES.items():
     loss_case(name, lambda z, y, b, loss=loss: loss(z, y, b).sum(), draw(5, V), left=True)
