@@ -21,7 +21,7 @@ from .labels import Dims, Label, Labels, arrange, atoms, expand, size
 from .products import unfit
 from .program import Program
 from .scores import Operands, ScoreForms
-from .sites import Left, Site, said, together
+from .sites import Left, Site, said
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -46,7 +46,6 @@ class Loss(Site):
     form: Form
     base: Scores
     axis: frozenset[Label]
-
     x: tuple[int, Dims]
     kernel: tuple[int, Dims]
     transposed: bool
@@ -92,13 +91,14 @@ class Loss(Site):
                 weights = value if weights is None else weights * value
         if total:
             options = {"reduction": "sum", "weights": weights}
-            whole = lambda: self.lse * self._call(read, place, selected, **options)
+            call = lambda: self.lse * self._call(read, place, selected, **options)
+            whole = lambda: call().astype(self.aval.dtype)
             if "drop" not in self.outside:
-                return whole().astype(self.aval.dtype)
+                return whole()
             inside = self._inside(read, place)
             inside = inside if selected is None else inside | ~selected
             each = lambda: self.computed(read, {}, False)
-            return jax.lax.cond(jnp.all(inside), lambda: whole().astype(self.aval.dtype), each)
+            return jax.lax.cond(jnp.all(inside), whole, each)
         if self.labels not in shared:
             options = {"reduction": "none", "with_lse": True}
             shared[self.labels] = self._call(read, place, None, alone=True, **options)
@@ -262,14 +262,18 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
     """Returns sites with those of one product's losses as one, and best words beside them alone."""
     lost = {site.dead for site in sites if isinstance(site, Loss)}
     sites = [s for s in sites if not isinstance(s, BestWords) or s.dead in lost]
-
-    def one(outs: tuple[int, ...], reads: tuple[int, ...], group: list[Loss]) -> Site:
-        first = group[0]
-        served = first.served.replace("sum", "a row each")
-        return Losses(outs, reads, first.dead, first.what, served, tuple(group))
-
-    key_of = lambda site: (site.base, site.axis, site.rows) if isinstance(site, Loss) else None
-    return together(program, sites, key_of, one)
+    groups: dict[Any, list[Loss]] = {}
+    for site in sites:
+        if isinstance(site, Loss):
+            groups.setdefault((site.base, site.axis, site.rows), []).append(site)
+    for group in groups.values():
+        first, outs = group[0], tuple(v for site in group for v in site.outs)
+        reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
+        if len(group) > 1 and not any(program.depends(r, outs) for r in reads):
+            served = first.served.replace("sum", "a row each")
+            one = Losses(outs, reads, first.dead, first.what, served, tuple(group))
+            sites = [*[site for site in sites if site not in group], one]
+    return sites
 
 
 def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> Loss:

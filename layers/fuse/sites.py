@@ -137,27 +137,3 @@ def explained(error: Exception) -> str:
         if isinstance(error, Left) and text
         else f"{type(error).__name__}: {text[0][:160] if text else ''}"
     )
-
-
-def together(
-    program: Any,
-    sites: list[Site],
-    key_of: Callable[[Site], Any],
-    one: Callable[[tuple[int, ...], tuple[int, ...], list[Any]], Site],
-) -> list[Site]:
-    """Returns sites with those of equal keys as one, where none reads another's results.
-
-    Args:
-      key_of: the key of a site; None for one that stays alone.
-      one: `(outs, reads, sites) -> site`.
-    """
-    groups: dict[Any, list[Site]] = {}
-    for site in sites:
-        if (key := key_of(site)) is not None:
-            groups.setdefault(key, []).append(site)
-    for group in groups.values():
-        outs = tuple(v for site in group for v in site.outs)
-        reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
-        if len(group) > 1 and not any(program.depends(r, outs) for r in reads):
-            sites = [*[site for site in sites if site not in group], one(outs, reads, group)]
-    return sites
