@@ -148,6 +148,12 @@ def words(rows: int, length: int, vocabulary: int) -> Batch:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def words_from_one(rows: int, length: int, vocabulary: int) -> Batch:
+    """Words of a text without 0, which T5X takes for padding and hides."""
+    tokens, labels = words(rows, length, vocabulary - 1)
+    return tokens + 1, labels + 1
+
+
 def masked_words(rows: int, length: int, vocabulary: int) -> Batch:
     """Tokens of texts of some length, 0 after it, and those of one place in seven to predict."""
     tokens = 1 + words(rows, length, vocabulary - 1)[0]
@@ -548,7 +554,9 @@ MODELS = {
     "EasyLM Llama .94B (Linen)": Case(
         easylm_llama, "num_hidden_layers", "vocab_size", "", 32000, loss=easylm_loss
     ),
-    "T5X decoder .94B (Linen)": Case(t5x_decoder, "num_layers", "vocab_size", "", 32000),
+    "T5X decoder .94B (Linen)": Case(
+        t5x_decoder, "num_layers", "vocab_size", "", 32000, batch=words_from_one
+    ),
     "Levanter Llama .94B (Equinox)": levanter_case("VANILLA"),
     "Levanter Llama .94B, its flash attention (Equinox)": levanter_case("JAX_FLASH"),
     "MaxText's layers, Llama .94B (nnx)": Case(

@@ -416,11 +416,14 @@ def attend(q, k, v, bias, mask, *, number, adds, infinite, empty, causal, window
     if number == -jnp.inf:
         y = usual(q, k, v, bias, mask)
         return y * jnp.where(sees & ~some, jnp.nan, 1).astype(y.dtype)
-    if adds and not infinite and abs(number) < ABSORBING:
-        # A number that all scores of a row have added changes nothing: such a row sees all keys.
-        assert mask is not None
-        return plain(q, k, v, bias=bias, mask=mask | ~jnp.any(seen, -1, keepdims=True))
     specific = jnp.all(some if adds else some | ~sees)
+    if adds and abs(number) < ABSORBING:
+        # A number that all scores of a row have added changes nothing: such a row sees all keys,
+        # and those of a row that sees some stay the same.
+        mask = None if mask is None else mask | ~jnp.any(seen, -1, keepdims=True)
+        if not infinite:
+            return plain(q, k, v, bias=bias, mask=mask)
+        specific |= jnp.all(bias > -jnp.inf)
     return jax.lax.cond(specific, usual, jax.checkpoint(general), q, k, v, bias, mask)
 
 

@@ -13,6 +13,8 @@ from combinations import half
 from fuse_cases import Fused, draw, draws
 from jax import lax
 
+import normfuse
+from normfuse.layers.fuse import attention as fused_attention
 from normfuse.layers.fuse import losses
 
 T, V = 8, 48
@@ -197,6 +199,26 @@ def test_a_bias_that_hides_rows(name):
         for a, b in zip(got[1], want[1]):
             assert np.isnan(np.asarray(a)[np.isnan(b)]).all()
     assert fused.served() == ({} if name == "-inf, then the bias" else {"attention": 1}), fused
+
+
+def test_rows_that_see_nothing_beside_a_finite_bias_stay_with_the_kernels(monkeypatch):
+    """The bias may be -inf as far as is known; padding, as T5X writes it, leaves rows no key."""
+    calls, attention = [], normfuse.attention
+
+    def recorded(*args, implementation=None, **options):
+        calls.append(implementation)
+        return attention(*args, implementation=implementation, **options)
+
+    monkeypatch.setattr("normfuse.layers.attention.attention", recorded)
+    q, k, v, bias = draws(*((2, T, 1, T),) * 3, (1, 1, T, T))
+    shown = np.arange(T) < 5
+    mask = jnp.asarray(shown[:, None] & shown & CAUSAL)[None, None]
+    options = {"adds": True, "infinite": True, "empty": None, "causal": False, "window": None}
+    with jax.disable_jit():
+        for hidden, kernel in ((0, None), (-jnp.inf, "xla")):
+            bias = bias.at[0, 0, 7].add(hidden)
+            fused_attention.attend(q, k, v, bias, mask, number=-1e10, **options)
+            assert calls.pop() == kernel and not calls
 
 
 @pytest.mark.parametrize("name", ["twice a bias", "the least number added, and a bias"])
