@@ -5,7 +5,6 @@ import importlib.metadata
 import itertools
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
 
 from ..native import cache, compiler, host_compiler, implementation, registry
@@ -13,17 +12,11 @@ from ..native.implementation import Unsupported
 from ..native.kernel import Kernel
 from ..native.launch import PORTABLE, attached_target, compute_capability, named_target
 
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-
-def info(every_platform: bool = False) -> str:
-    """Returns versions, devices, the CUDA compiler, the kernel cache and the implementations.
-
-    It lists this machine's platforms, and all of them with `every_platform`.
-    """
-    platforms = PLATFORMS if every_platform else _platforms_here()
-    lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]
-    lines += ["", "implementations per op, default first:", *_implementations(platforms)]
+def info() -> str:
+    """Returns versions, devices, the CUDA compiler, the kernel cache and the implementations."""
+    lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *cached()]
+    lines += ["", "implementations per op, default first:", *_implementations(_platforms_here())]
     lines += ["", *_of_this_gpu()]
     if seen := implementation.fallbacks():
         lines += ["", "served by plain HLO in this process:"]
@@ -95,22 +88,17 @@ def _of_this_gpu() -> list[str]:
     ]
 
 
-def show() -> str:
-    """Returns the cache folder, its size, and every kernel in it."""
-    from .fuse.report import aligned
-
-    table = []
-    for entry in cache.entries():
-        features = entry.macros.get("FEATURES", "-")
-        types = [entry.macros[k] for k in ("X_TYPE", "SCALE_TYPE", "Y_TYPE") if k in entry.macros]
-        kernel = entry.macros.get("KERNEL", entry.source.removesuffix(".cu"))
-        # NVRTC's version is only a number; the system's compiler gives its name.
-        by = f"NVRTC {entry.compiler}" if entry.compiler[0].isdigit() else entry.compiler
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        size = f"{entry.bytes / 1024:6.1f} KiB"
-        row = f"  {kernel}", f"n={features}", "/".join(types), entry.arch, size, by, f"used {used}"
-        table.append(row)
-    return "\n".join([*_cache(), *aligned(table)])
+def cached() -> list[str]:
+    """Returns the cache folder, its kernels and their size, or why it is not used."""
+    folder, sizes = cache.directory(), cache.sizes()
+    total = sum(sizes) / 2**20
+    lines = [f"kernel cache: {folder}, {len(sizes)} kernels, {total:.1f} MiB"]
+    if folder.exists():
+        try:
+            cache.check(folder)
+        except cache.Refused as error:
+            lines.append(f"  not used: {error}")
+    return lines
 
 
 def _environment() -> list[str]:
@@ -152,18 +140,6 @@ def _cuda() -> list[str]:
         f"NVRTC: {found(headers)}",
         f"C++ compiler, for element-wise ops on the CPU: {host}",
     ]
-
-
-def _cache() -> list[str]:
-    folder, entries = cache.directory(), cache.entries()
-    size = sum(entry.bytes for entry in entries) / 2**20
-    lines = [f"kernel cache: {folder}, {len(entries)} kernels, {size:.1f} MiB"]
-    if folder.exists():
-        try:
-            cache.check(folder)
-        except cache.Refused as error:
-            lines.append(f"  not used: {error}")
-    return lines
 
 
 def _version(package: str) -> str:

@@ -23,11 +23,10 @@ from . import compiler
 from .compiler import Image, Source
 from .implementation import warn
 
-FORMAT = 1  # each entry's version; a change makes old ones unreachable
+FORMAT = 2  # each entry's version; a change makes old ones unreachable
 MAX_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that died
 _SUFFIX = ".image"
-_LONGEST_HEAD = 1 << 16  # bytes
 _CURE = "set NORMFUSE_CACHE_DIR to a folder of your own"
 
 _lock = threading.Lock()
@@ -40,41 +39,19 @@ class Refused(OSError):
     """The cache folder cannot be trusted or used; the message says why and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One kernel on disk."""
-
-    path: pathlib.Path
-    source: str
-    arch: str
-    macros: dict[str, str]
-    compiler: str
-    bytes: int
-    used: float
-
-
 def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
-    """The image of `source` for `arch`, compiled only if it is neither in memory nor on disk.
+    """Returns the image of `source` for `arch`; compiles it if neither memory nor disk has it.
 
     Threads asking for one image at the same time compile it once; processes may each compile it.
     Raises what `compiler.compile_image` does.
     """
     compiler.check_self_contained(source)
     described = [dataclasses.astuple(source), compiler.options(macros, arch), compiler.version()]
-    head = {
-        "source": source.name,
-        "arch": arch,
-        "macros": {name: str(value) for name, value in macros.items()},
-        "compiler": ".".join(map(str, compiler.version())),
-    }
-    return fetch(described, head, lambda: compiler.compile_image(source, macros, arch))
+    return fetch(described, lambda: compiler.compile_image(source, macros, arch))
 
 
-def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
-    """Like `get`, for an image that `described` (JSON) determines and `make` makes.
-
-    `head` is what `entries` shows: "source", "arch", "macros" and "compiler".
-    """
+def fetch(described: object, make: Callable[[], Image]) -> Image:
+    """Like `get`, for an image that `described` (JSON) determines and `make` makes."""
     key = hashlib.sha256(json.dumps([FORMAT, described]).encode()).hexdigest()
     with _lock:
         if key in _memory:
@@ -83,14 +60,13 @@ def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
     with compiling:
         image = _memory.get(key)
         if image is None:
-            head = {"format": FORMAT, "key": key, **head}
             folder = usable()
             path = folder / f"{key}{_SUFFIX}" if folder else None
-            image = _read(path, head) if path else None
+            image = _read(path) if path else None
             if image is None:
                 image = make()
                 if path:
-                    _write(path, head, image)
+                    _write(path, image)
             _memory[key] = image
     with _lock:
         _in_progress.pop(key, None)
@@ -186,29 +162,12 @@ def _others_can_write(status: os.stat_result) -> bool:
     return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
-def entries() -> list[Entry]:
-    """Returns every readable entry of the folder, the one used last first."""
+def sizes() -> list[int]:
+    """Returns the bytes of each image in the folder."""
     try:
-        files = _files(directory(), _SUFFIX)
+        return [status.st_size for _, status in _files(directory(), _SUFFIX)]
     except Refused:
         return []
-    found = [_entry(path, status.st_mtime) for path, status in files]
-    return sorted(filter(None, found), key=lambda entry: -entry.used)
-
-
-def _entry(path: pathlib.Path, used: float) -> Entry | None:
-    try:
-        line, image = _contents(path)
-        head = json.loads(line) if len(line) <= _LONGEST_HEAD else None
-        if not isinstance(head, dict) or head.get("key") != path.name.removesuffix(_SUFFIX):
-            return None
-        source, arch, macros, by = (head[k] for k in ("source", "arch", "macros", "compiler"))
-    except (OSError, ValueError, KeyError, RecursionError):
-        return None
-    texts = [source, arch, by, *(macros.values() if isinstance(macros, dict) else [None])]
-    if not by or not all(isinstance(text, str) and text.isprintable() for text in texts):
-        return None
-    return Entry(path, source, arch, macros, by, bytes=len(image), used=used)
 
 
 def clear() -> int:
@@ -235,50 +194,42 @@ def _warn_once(reason: str) -> None:
     warn(f"{reason}. Kernels are compiled again in every process.")
 
 
-def _read(path: pathlib.Path, head: dict) -> Image | None:
-    """The image in `path`; None if there is none, or if it is not the one of `head`."""
+def _read(path: pathlib.Path) -> Image | None:
+    """Returns the image in `path`; None if there is none, or if it is damaged or of another key.
+
+    It reads no file that others could have written, and waits for no pipe or device.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        line, data = _contents(path)
-    except (OSError, ValueError):
+        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+                return None
+            if status.st_uid not in _trusted() or _others_can_write(status):
+                return None
+            line, _, data = file.read().partition(b"\n")
+    except OSError:
         return None
     image = Image(data)
-    if line != _line(head, image):
+    if line != _line(path, image):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # eviction takes the least recently used entries first
     return image
 
 
-def _contents(path: pathlib.Path) -> tuple[bytes, bytes]:
-    """Reads the head and the image of an entry that nobody else could have written.
-
-    Raises OSError or ValueError for any other file, without waiting for a pipe or a device.
-    """
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise ValueError("not an entry")
-        if status.st_uid not in _trusted() or _others_can_write(status):
-            raise ValueError("others can write to it")
-        line, newline, data = file.read().partition(b"\n")
-    if not newline:
-        raise ValueError("not an entry")
-    return line, data
+def _line(path: pathlib.Path, image: Image) -> bytes:
+    """Returns the first line of an entry: its format and key, which the name holds, and digest."""
+    return f"{FORMAT} {path.stem} {image.digest}".encode()
 
 
-def _line(head: dict, image: Image) -> bytes:
-    """The first line of an entry: all that is known of the image, to be compared as a whole."""
-    return json.dumps(head | {"sha256": image.digest}).encode()
-
-
-def _write(path: pathlib.Path, head: dict, image: Image) -> None:
+def _write(path: pathlib.Path, image: Image) -> None:
     """Puts the entry in place at once or not at all; a full or read-only disk only warns."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(_line(head, image) + b"\n" + image.data)
+                file.write(_line(path, image) + b"\n" + image.data)
             os.replace(name, path)
         except BaseException:
             pathlib.Path(name).unlink(missing_ok=True)

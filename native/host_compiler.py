@@ -35,18 +35,17 @@ _LEVELS = {  # the flags of /proc/cpuinfo that each level needs, highest first
 def library(name: str, text: str, arch: str, *flags: str) -> Image:
     """Returns the shared library of C++ `text`, from the cache if it has been compiled before.
 
-    `name` is for messages and for `normfuse cache`; `text` is the whole program and reads the
-    system's headers alone; `arch` is `host()`, or PORTABLE; `flags` are this program's own.
+    `name` is for messages; `text` is the whole program and reads the system's headers alone; `arch`
+    is `host()`, or PORTABLE; `flags` are this program's own.
 
     Raises:
       CompilerMissing: if there is no compiler.
       CompileError: if the text does not compile, with the compiler's log.
     """
     path, version = find()
-    head = {"source": name, "arch": f"cpu_{arch}", "macros": {}, "compiler": version}
     folders = [os.environ.get(name) for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
     described = ["host", text, arch, platform.machine(), version, _FLAGS + flags, folders]
-    return cache.fetch(described, head, lambda: _compile(path, name, text, arch, flags))
+    return cache.fetch(described, lambda: _compile(path, name, text, arch, flags))
 
 
 def find() -> tuple[str, str]:

@@ -140,8 +140,8 @@ MUTANTS = [
     ),
     Mutant(
         "native/cache.py",
-        'json.dumps(head | {"sha256": image.digest})',
-        "json.dumps(head)",
+        "{FORMAT} {path.stem} {image.digest}",
+        "{FORMAT} {path.stem}",
         "tests/native/test_cache.py::test_cache_damaged_entry_is_compiled_again[cut]",
     ),
     Mutant(

@@ -182,7 +182,7 @@ loss = lambda x: normfuse.dense(normfuse.rms_norm(x, jnp.ones(8)), kernel, activ
 loss = normfuse.fuse(lambda x, f=loss: f(x) + jax.nn.logsumexp(x), report=[].append)
 assert jax.grad(loss)(x).shape == x.shape
 from normfuse.layers import info
-assert "cpu" in info.info() and "kernel cache" in info.show()
+assert "cpu" in info.info() and "kernel cache" in info.cached()[0]
 print(len(modules))
 """
     blocked = _BLOCKED.format(names=f"{_TRAINER} {_FRAMEWORKS}")

