@@ -1,11 +1,9 @@
 """Runs every kernel once in each of its variants, and compares it with its definition.
 
-Small on purpose: made to be run under `compute-sanitizer` (memcheck, racecheck). The kernels and
-their operands are those that the operations' own files list; RMSNorm's have other types too.
+Small on purpose: made to be run under `compute-sanitizer` (memcheck, racecheck).
 
     compute-sanitizer --report-api-errors no python benchmarks/every_kernel.py
-    python benchmarks/every_kernel.py --only layer_norm --features 130
-    python benchmarks/every_kernel.py --only rms_norm --share 0 3   # every third, from the first
+    python benchmarks/every_kernel.py --only norms --features 130
 """
 
 import argparse
@@ -13,6 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,9 +21,12 @@ import numpy as np
 from normfuse.layers.core.activations import SCALARS
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.dense import epilogue
-from normfuse.layers.norm import kernels as norms
+from normfuse.layers.dense.epilogue import Epilogue
+from normfuse.layers.norm import kernels as uncoded
+from normfuse.layers.norm.spec import PARAMETERS, STATISTICS, Norm
 from normfuse.layers.quantization import gated, quantize
 from normfuse.layers.quantization import norm as coded_norm
+from normfuse.layers.quantization.quantize import Codes
 from normfuse.native.implementation import NATIVE
 from normfuse.native.kernel import Kernel
 
@@ -39,25 +41,42 @@ LOGITS = (7, 1000, 32000, 128256)
 ACTIVATIONS = ("silu", "gelu")
 
 
-def rows_of(n: int) -> int:
-    return 5 if n > 8192 else 37
-
-
 def struct(shape, dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def rms_norms(lengths) -> Iterator[Example]:
+def norm_kernels(n, dtype, scale, centred=False) -> Iterator[Example]:
+    """RMSNorm's kernels, or LayerNorm's, on rows of n, with every set of operands and results."""
+    rows = 5 if n > 8192 else 37
+    types = dict.fromkeys(STATISTICS, struct((rows,), F32))
+    types |= dict.fromkeys(PARAMETERS, struct((n,), scale))
+    types |= dict.fromkeys(("X", "RESIDUAL", "DH", "DY"), struct((rows, n), dtype))
+    op = "layer_norm" if centred else "rms_norm"
+    base = Norm(op=op, centred=centred, eps=1e-6, out_dtype=dtype, compute=F32)
+    calls = [(uncoded.row_statistics_kernel, base)]
+    for has_scale, has_bias in ((False, False), (True, False), *[(True, True)] * centred):
+        norm = replace(base, has_scale=has_scale, scale_offset=0.5 * has_scale)
+        calls.append((uncoded.apply_kernel, replace(norm, has_bias=has_bias)))
+        calls.append((uncoded.row_dots_kernel, norm))
+        for residual, flag in itertools.product((False, True), repeat=2):
+            norm = replace(norm, has_residual=residual)
+            asked = replace(norm, has_bias=has_bias, with_mean=flag and centred, with_rstd=flag)
+            calls.append((uncoded.forward_kernel, asked))
+            asked = {"with_dscale": flag and has_scale, "with_dbias": flag and has_bias}
+            calls.append((uncoded.backward_kernel, replace(norm, **asked)))
+            asked["count"] = float(n)
+            calls.append((uncoded.backward_apply_kernel, replace(norm, **asked)))
+    for kernel, norm in dict.fromkeys(calls):
+        operands, _ = norm.names(kernel.name.removeprefix("norm_"))
+        yield kernel, norm, [types[name] for name in operands]
+
+
+def norms(lengths) -> Iterator[Example]:
     turns = itertools.cycle([(BF16, F32), (F32, BF16), ("float16", "float16")])
     for n, (dtype, scale) in zip(lengths or LENGTHS, turns):
-        yield from norms.examples(n, dtype, scale, dtype, rows=rows_of(n), scale_offset=0.5)
-
-
-def layer_norms(lengths) -> Iterator[Example]:
+        yield from norm_kernels(n, dtype, scale)
     for n in lengths or CENTRED:
-        yield from norms.examples(
-            n, BF16, F32, BF16, rows=rows_of(n), scale_offset=0.5, centred=True
-        )
+        yield from norm_kernels(n, BF16, F32, centred=True)
 
 
 def coded(lengths) -> Iterator[tuple[int, int]]:
@@ -67,41 +86,62 @@ def coded(lengths) -> Iterator[tuple[int, int]]:
 
 def casts(lengths) -> Iterator[Example]:
     for (n, rows), dtype in itertools.product(coded(lengths), (BF16, F32)):
-        yield from quantize.examples(n, dtype, rows=rows)
+        x = struct((rows, n), dtype)
+        yield quantize.amax_kernel, Codes(), [x]
+        for has_q, has_qt in (True, False), (False, True), (True, True):
+            yield quantize.cast_kernel, Codes(has_q=has_q, has_qt=has_qt), [x, struct((1,), F32)]
+            yield quantize.quantize_kernel, Codes(has_q=has_q, has_qt=has_qt), [x]
 
 
 def norm_codes(lengths) -> Iterator[Example]:
-    for n, rows in coded(lengths):
-        yield from coded_norm.examples(n, BF16, F32, rows=rows)
-        yield from coded_norm.examples(n, BF16, F32, rows=rows, centred=True)
-        yield from coded_norm.examples(n, BF16, F32, rows=48, centred=True, examples=3)
+    every = itertools.product(coded(lengths), ((False, 0), (True, 0), (True, 3)))
+    for ((n, rows), (centred, examples)), has_qt in itertools.product(every, (True, False)):
+        lead = (examples, 16) if examples else (rows,)
+        x, row, bound = struct((*lead, n), BF16), struct(lead, F32), struct((1,), F32)
+        parameters = [struct((*lead[:-1], n), F32)] * (1 + centred)
+        own = {"axes": (2,), "heads": (0,)} if examples else {}
+        norm = Norm(eps=1e-6, centred=centred, with_mean=centred, with_rstd=True, **own)
+        norm = replace(norm, has_scale=True, has_bias=centred)
+        spec = coded_norm.NormCodes(norm, Codes(has_qt=has_qt))
+        known = [*parameters, *[row] * (1 + centred), bound]
+        yield coded_norm.apply_codes_kernel, spec, [x, *known]
+        yield coded_norm.codes_kernel, spec, [x, *parameters, bound]
+        spec = replace(spec, norm=replace(norm, has_residual=True))
+        yield coded_norm.codes_kernel, spec, [x, x, *parameters, bound]
 
 
 def gated_codes(lengths) -> Iterator[Example]:
     for (n, rows), name in itertools.product(coded(lengths), ACTIVATIONS):
-        yield from gated.examples(n, BF16, rows=rows, function=SCALARS[name])
+        a, q, spec = struct((rows, n), BF16), struct((rows, n), "uint8"), gated.Gated(SCALARS[name])
+        floats = [struct((count,), F32) for count in range(5)]
+        yield gated.amax_kernel, spec, [a, a]
+        yield gated.forward_kernel, spec, [a, a, floats[4]]
+        yield gated.gradient_kernel, spec, [a, q, q, floats[2], floats[3]]
 
 
 def activations(lengths) -> Iterator[Example]:
-    for n in lengths or (64, 130, 4096):
-        for dtype in (BF16, F32):
-            yield from epilogue.examples(n, dtype, rows=37, activations=ACTIVATIONS)
+    for n, dtype, name in itertools.product(lengths or (64, 130, 4096), (BF16, F32), ACTIVATIONS):
+        z, spec = struct((37, n), dtype), Epilogue(function=SCALARS[name], out_dtype=dtype)
+        for up, bias in ([], []), ([z], []), ([], [struct((n,), F32)]):
+            flags = {"has_up": bool(up), "has_bias": bool(bias), "axes": (1,) if bias else ()}
+            given = replace(spec, **flags)
+            yield epilogue.forward_kernel, given, [z, *up, *bias]
+            for flag in False, True:
+                asked = {"with_dbias" if bias else "with_value": flag}
+                yield epilogue.backward_kernel, replace(given, **asked), [z, z, *up, *bias]
 
 
 def losses(lengths) -> Iterator[Example]:
-    for n, dtype in itertools.product(lengths or LOGITS, (BF16, F32)):
-        yield from softmax.examples(n, dtype, rows=9)
+    for n, dtype, softcap in itertools.product(lengths or LOGITS, (BF16, F32), (None, 30.0)):
+        spec = softmax.Softmax(softcap=softcap, dtype=dtype)
+        z, labels, row = struct((9, n), dtype), struct((9,), "int32"), struct((9,), F32)
+        yield softmax.statistics, spec, [z, labels]
+        yield softmax.gradient, spec, [z, labels, row, row, row]
+        yield softmax.both, spec, [z, labels, row]
 
 
-PARTS = {
-    "rms_norm": rms_norms,
-    "layer_norm": layer_norms,
-    "casts": casts,
-    "norm_codes": norm_codes,
-    "gated_codes": gated_codes,
-    "activations": activations,
-    "losses": losses,
-}
+EVERY = norms, casts, norm_codes, gated_codes, activations, losses
+PARTS = {part.__name__: part for part in EVERY}
 
 
 def draw(rng, of: jax.ShapeDtypeStruct, features: int) -> jax.Array:
@@ -139,19 +179,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--features", type=int, nargs="+", help="lengths of the rows")
-    parser.add_argument(
-        "--share", type=int, nargs=2, default=(0, 1), metavar=("I", "OF"), help="of each part"
-    )
     arguments = parser.parse_args()
-    first, shares = arguments.share
-    if not 0 <= first < shares:
-        parser.error(f"--share {first} {shares}: shares count from 0")
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     rng, device = np.random.default_rng(0), jax.devices()[0].device_kind
     for part in arguments.only:
         worst, runs = 0.0, Counter()
-        examples = PARTS[part](arguments.features)
-        for kernel, spec, structs in itertools.islice(examples, first, None, shares):
+        for kernel, spec, structs in PARTS[part](arguments.features):
             if platform not in kernel.bodies:
                 continue
             features = structs[0].shape[-1] if structs[0].ndim == 2 else structs[0].shape[1]

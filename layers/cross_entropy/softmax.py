@@ -20,7 +20,7 @@ same error each time, and be learnt with it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -333,18 +333,3 @@ statistics = Kernel("softmax_statistics", define_statistics, {"cuda": cuda_stati
 gradient = Kernel("softmax_gradient", define_gradient, {"cuda": cuda_gradient})
 both = Kernel("softmax_statistics_and_gradient", define_both, {"cuda": cuda_both})
 codes = Kernel("quantize_softmax", define_codes, {"cuda": cuda_codes})
-
-
-def examples(
-    vocabulary: int, dtype: str, *, rows: int
-) -> Iterator[tuple[Kernel, Softmax, list[jax.ShapeDtypeStruct]]]:
-    """Yields every kernel, without and with a softcap: (kernel, spec, operand types)."""
-    sums = compute_dtype(dtype)
-    z = jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype))
-    row = jax.ShapeDtypeStruct((rows,), sums)
-    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    for softcap in (None, 30.0):
-        spec = Softmax(softcap=softcap, dtype=dtype)
-        yield statistics, spec, [z, labels]
-        yield gradient, spec, [z, labels, row, row, row]
-        yield both, spec, [z, labels, row]

@@ -9,7 +9,7 @@ plain JAX, which XLA fuses into one loop itself. Forward mode and higher orders 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
 from ...native.implementation import Order, native_or_best
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
-from ..core.activations import SCALARS, Activation, Scalar, resolve, scalar_of, with_activation
+from ..core.activations import Activation, Scalar, resolve, scalar_of, with_activation
 from ..core.op import (
     Dims,
     Loose,
@@ -224,24 +224,6 @@ def _launch(
 
 forward_kernel = Kernel("epilogue_forward", define_forward, {"cuda": forward_on_cuda})
 backward_kernel = Kernel("epilogue_backward", define_backward, {"cuda": backward_on_cuda})
-
-
-def examples(
-    n: int, dtype: str, *, rows: int, activations: Sequence[str] | None = None
-) -> Iterator[tuple[Kernel, Epilogue, list[jax.ShapeDtypeStruct]]]:
-    """Yields every kernel on rows of `n` as dense layers call it: (kernel, spec, operand types)."""
-    z = jax.ShapeDtypeStruct((rows, n), jnp.dtype(dtype))
-    b = jax.ShapeDtypeStruct((n,), compute_dtype(dtype))
-    chosen = map(scalar_of, SCALARS if activations is None else activations)
-    for function in {scalar.name: scalar for scalar in chosen if scalar}.values():
-        for up, bias in (([], []), ([z], []), ([], [b])):
-            flags = {"has_up": bool(up), "has_bias": bool(bias), "axes": (1,) if bias else ()}
-            spec = Epilogue(function=function, out_dtype=dtype, **flags)
-            yield forward_kernel, spec, [z, *up, *bias]
-            for dbias in {False, bool(bias)}:
-                for value in (False, True) if not bias else (False,):
-                    gradient = replace(spec, with_dbias=dbias, with_value=value)
-                    yield backward_kernel, gradient, [z, z, *up, *bias]
 
 
 # ---------------------------------------------------------------- one device's share

@@ -6,17 +6,13 @@ exchange.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from ...native import registry
-from ...native.dtypes import compute_dtype
 from ...native.kernel import Kernel, result_types
 from ...native.launch import call_host
 from . import cuda
@@ -99,53 +95,3 @@ apply_kernel = _kernel("apply", define_apply)
 backward_kernel = _kernel("backward", define_backward)
 row_dots_kernel = _kernel("row_dots", define_row_dots)
 backward_apply_kernel = _kernel("backward_apply", define_backward_apply)
-
-
-def examples(
-    n: int,
-    x: str,
-    scale: str,
-    out: str,
-    *,
-    rows: int,
-    scale_offset: float = 0.0,
-    centred: bool = False,
-) -> Iterator[tuple[Kernel, Norm, list[jax.ShapeDtypeStruct]]]:
-    """Yields every kernel on rows of `n` as the functions call it: (kernel, norm, operand types).
-
-    Args:
-      n: the length of a row.
-      x, scale, out: dtypes of x, scale (and bias) and y (and dy).
-      rows: how many.
-      scale_offset: as for `rms_norm`.
-      centred: LayerNorm's, with a bias, rather than RMSNorm's.
-    """
-    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    compute = compute_dtype(x, scale, out).name
-    types = dict.fromkeys(STATISTICS, struct((rows,), compute))
-    types |= dict.fromkeys(PARAMETERS, struct((n,), scale)) | {"DY": struct((rows, n), out)}
-    types |= dict.fromkeys(("X", "RESIDUAL", "DH"), struct((rows, n), x))
-
-    def example(kernel: Kernel, norm: Norm) -> tuple[Kernel, Norm, list[jax.ShapeDtypeStruct]]:
-        operands, _ = norm.names(kernel.name.removeprefix("norm_"))
-        return kernel, norm, [types[name] for name in operands]
-
-    op = "layer_norm" if centred else "rms_norm"
-    base = Norm(op=op, centred=centred, eps=1e-6, out_dtype=out, compute=compute)
-    for weight, bias in ((1, 1), (1, 0), (0, 0)) if centred else ((1, 0), (0, 0)):
-        norm = replace(base, has_scale=bool(weight), has_bias=bool(bias))
-        norm = replace(norm, scale_offset=scale_offset if weight else 0.0)
-        yield example(apply_kernel, norm)
-        if not bias:
-            yield example(row_dots_kernel, norm)
-        for residual, flag in ((False, False), (True, True), (False, True), (True, False)):
-            given = replace(norm, has_residual=residual)
-            asked = replace(given, with_mean=flag and centred, with_rstd=flag)
-            yield example(forward_kernel, asked)
-            if not flag and (bias or residual):  # the same as without a bias
-                continue
-            asked = {"with_dscale": flag and bool(weight), "with_dbias": flag and bool(bias)}
-            gradient = replace(given, has_bias=False, **asked)
-            yield example(backward_kernel, gradient)
-            yield example(backward_apply_kernel, replace(gradient, count=float(n)))
-    yield example(row_statistics_kernel, base)

@@ -10,7 +10,7 @@ is 1, and there is no dup. Values are float32 until they are encoded.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -239,18 +239,6 @@ gradient_kernel = _kernel(
 
 a and up are bytes with these scales; the bounds are of da, dup and h.
 """
-
-
-def examples(
-    n: int, dtype: str, *, rows: int, function: Scalar
-) -> Iterator[tuple[Kernel, Gated, list[jax.ShapeDtypeStruct]]]:
-    """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types)."""
-    floats = lambda count: jax.ShapeDtypeStruct((count,), "float32")
-    a, q = (jax.ShapeDtypeStruct((rows, n), of) for of in (dtype, "uint8"))
-    spec = Gated(function)
-    yield amax_kernel, spec, [a, a]
-    yield forward_kernel, spec, [a, a, floats(4)]
-    yield gradient_kernel, spec, [a, q, q, floats(2), floats(3)]
 
 
 # ---------------------------------------------------------------- operations on global arrays

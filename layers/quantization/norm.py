@@ -12,7 +12,7 @@ written. Parameters decide the scale, so that it is the same on all devices.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -288,39 +288,6 @@ def _kernel(name: str, kernel: Kernel, cuda: Any) -> Kernel:
 
 codes_kernel = _kernel("quantize_norm", forward_kernel, cuda_codes)
 apply_codes_kernel = _kernel("quantize_norm_apply", apply_kernel, cuda_apply)
-
-
-def examples(
-    n: int,
-    dtype: str,
-    scale: str,
-    *,
-    rows: int,
-    scale_offset: float = 0.0,
-    centred: bool = False,
-    examples: int = 0,
-) -> Iterator[tuple[Kernel, NormCodes, list[jax.ShapeDtypeStruct]]]:
-    """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types).
-
-    `centred` are LayerNorm's, with a bias. With `examples` scale and bias are those of each one.
-    """
-    struct = lambda shape, of: jax.ShapeDtypeStruct(shape, jnp.dtype(of))
-    lead = (examples, rows // examples) if examples else (rows,)
-    x, row = struct((*lead, n), dtype), struct(lead, "float32")
-    w, bound = struct((examples, n) if examples else (n,), scale), struct((1,), "float32")
-    own: Any = {"axes": (2,), "heads": (0,)} if examples else {}
-    base = Norm(eps=1e-6, centred=centred, with_mean=centred, with_rstd=True, **own)
-    for parameters in [w] * (1 + centred), *[[]] * (not examples):
-        offset = scale_offset if parameters else 0.0
-        flags = {"has_scale": bool(parameters), "has_bias": len(parameters) == 2}
-        norm = replace(base, scale_offset=offset, **flags)
-        for has_qt in (True, False):  # with a gradient of the kernel, or without
-            codes = Codes(has_qt=has_qt)
-            known = [*parameters, *[row] * (1 + centred), bound]
-            yield apply_codes_kernel, NormCodes(norm, codes), [x, *known]
-            for residual in ([], [x]) if parameters else ([],):
-                spec = NormCodes(replace(norm, has_residual=bool(residual)), codes)
-                yield codes_kernel, spec, [x, *residual, *parameters, bound]
 
 
 # ---------------------------------------------------------------- the operation on global arrays

@@ -10,7 +10,6 @@ float8_e4m3fn, which has numbers to 448, for a format that ends at 240 (jax-ml/j
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -311,20 +310,6 @@ cast_kernel = Kernel(
 )
 quantize_kernel = Kernel("quantize", define_quantize, {"cpu": _cpu_quantize, "cuda": cuda_quantize})
 """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
-
-
-def examples(
-    n: int, dtype: str, *, rows: int
-) -> Iterator[tuple[Kernel, Codes, list[jax.ShapeDtypeStruct]]]:
-    """Yields the kernels as layers call them, of rows of `n`: (kernel, codes, operand types)."""
-    x, maxima = (
-        jax.ShapeDtypeStruct(shape, of) for shape, of in (((rows, n), dtype), ((1,), "float32"))
-    )
-    yield amax_kernel, Codes(), [x]
-    for has_q, has_qt in ((True, False), (False, True), (True, True)):
-        codes = Codes(has_q=has_q, has_qt=has_qt)
-        yield cast_kernel, codes, [x, maxima]
-        yield quantize_kernel, codes, [x]
 
 
 # ---------------------------------------------------------------- the operation

@@ -209,11 +209,13 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(softmax, "launch", launch)
-    examples = [*softmax.examples(vocabulary, dtype, rows=4)][:3]
-    both, spec, structs = examples[2]
-    smoothed = dataclasses.replace(spec, smoothing=0.1, share=0.1 / vocabulary)
-    examples.append((both, smoothed, structs))
     own, struct = Softmax(dtype=dtype, as_with_gradient=True), jax.ShapeDtypeStruct
+    z, labels = struct((4, vocabulary), dtype), struct((4,), "int32")
+    row, spec = struct((4,), "float32"), dataclasses.replace(own, as_with_gradient=False)
+    smoothed = dataclasses.replace(spec, smoothing=0.1, share=0.1 / vocabulary)
+    examples = [(softmax.statistics, spec, [z, labels])]
+    examples.append((softmax.gradient, spec, [z, labels, row, row, row]))
+    examples += [(softmax.both, each, [z, labels, row]) for each in (spec, smoothed)]
     coded = dataclasses.replace(own, codes=Codes(E5M2.dtype))
     for rows in 48, 2048:
         given = [struct((rows, vocabulary), dtype), struct((rows,), "int32")]

@@ -409,11 +409,21 @@ def test_cuda_quantizers_compile(monkeypatch, arch):
     monkeypatch.setattr(quantize, "launch", launch)
     monkeypatch.setattr(gated, "launch", launch)
     dtypes = ("bfloat16", "float32", "float16") if arch == "sm_90" else ("bfloat16",)
-    kernels = [example for of in dtypes for example in quantize.examples(64, of, rows=64)]
-    kernels += gated.examples(64, "bfloat16", rows=64, function=SWIGLU.function)
-    for kernel, spec, types in kernels:
-        operands = [jnp.zeros(t.shape, t.dtype) for t in types]
-        kernel.bodies["cuda"](named_target(arch), spec, *operands)
+    maxima = [jnp.zeros(count) for count in range(5)]
+    for dtype in dtypes:
+        x = jnp.zeros((64, 64), dtype)
+        calls = [(quantize.amax_kernel, Codes(), [x])]
+        for has_q, has_qt in (True, False), (False, True), (True, True):
+            codes = Codes(has_q=has_q, has_qt=has_qt)
+            calls += [(quantize.cast_kernel, codes, [x, maxima[1]])]
+            calls += [(quantize.quantize_kernel, codes, [x])]
+        if dtype == "bfloat16":
+            q = jnp.zeros(x.shape, jnp.uint8)
+            calls += [(gated.amax_kernel, SWIGLU, [x, x])]
+            calls += [(gated.forward_kernel, SWIGLU, [x, x, maxima[4]])]
+            calls += [(gated.gradient_kernel, SWIGLU, [x, q, q, *maxima[2:4]])]
+        for kernel, spec, operands in calls:
+            kernel.bodies["cuda"](named_target(arch), spec, *operands)
     assert len(logs) >= 7
     for kernel, log in logs.items():
         assert "warning" not in log, (kernel, log)
