@@ -95,15 +95,17 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
         ds = p * (tiles.dot(dout, v, -1, -1) - _at(along, i)[..., None])
         dbias = [tiles.add_to_bias(d, ds, i, j) for d in dbias]
         ds = (ds * slope * spec.scale).astype(q.dtype)
-        return (
+        return [
             _add(dq, tiles.dot(ds, k, -1, -2), i),
             _add(dk, tiles.dot(ds, q, -2, -2), j),
             _add(dv, tiles.dot(p.astype(q.dtype), dout, -2, -2), j),
             *dbias,
-        )
+        ]
 
     zeros = lambda like: jnp.zeros(like.shape, wide)
-    start = zeros(qs), zeros(ks), zeros(vs), *tiles.no_dbias()
+    start = [zeros(qs), zeros(ks), zeros(vs)]
+    if spec.dbias:
+        start.append(zeros(tiles.extras.bias))
     dq, dk, dv, *dbias = tiles.run(step, start)
     dq = tiles.whole_rows(dq.astype(q.dtype))
     dk, dv = tiles.whole_keys(dk.astype(k.dtype)), tiles.whole_keys(dv.astype(v.dtype))
@@ -142,20 +144,15 @@ def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Ar
     return out, jnp.where(total == 0, jnp.inf, most), jnp.log(some)
 
 
-def _moved(spec: Spec, q: Array, k: Array, v: Array, extras: Sequence[Array]) -> tuple[Any, Any]:
-    """Returns `square`'s out as a function of q, k, v and the bias, and these."""
-    if spec.bias is None:
-        return lambda *qkv: square(spec, *qkv, *extras)[0], (q, k, v)
-    bias, *others = extras
-    bias = bias.astype(compute_dtype(q.dtype))  # so that its gradient is
-    return lambda *qkvb: square(spec, *qkvb, *others)[0], (q, k, v, bias)
-
-
-def square_gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> list[Array]:
+def square_gradients(spec: Spec, *operands: Array) -> list[Array]:
     """`(q, k, v, *extras, dout) -> [dq, dk, dv][, dbias]`."""
-    *extras, dout = rest
-    function, operands = _moved(spec, q, k, v, extras)
-    return list(jax.vjp(function, *operands)[1](dout))[: 3 + spec.dbias]
+    *operands, dout = operands
+    count = 3 + spec.dbias
+    moving, fixed = operands[:count], operands[count:]
+    if spec.dbias:
+        moving[3] = moving[3].astype(compute_dtype(dout.dtype))  # so that its gradient is
+    _, pull = jax.vjp(lambda *moving: square(spec, *moving, *fixed)[0], *moving)
+    return list(pull(dout))
 
 
 def _seen(spec: Spec, given: Extras, rows: Array, keys: Array, ndim: int) -> Array | None:
@@ -262,13 +259,17 @@ class _Tiles:
         # Padding repeats its neighbours, so that a block gets no further segments.
         return jnp.pad(array, [(0, n) for n in more], mode="edge") if any(more) else array
 
-    def block(self, array: Array, i: Array, j: Array) -> Array:
-        """Returns block (i, j) of an array from `padded`."""
+    def place(self, array: Array, i: Array, j: Array) -> tuple[list[Array], list[int]]:
+        """Returns where block (i, j) of an array from `padded` begins, and its sizes."""
         starts, sizes = [jnp.int32(0)] * array.ndim, list(array.shape)
         for axis, at, size in (-2, i, self.rows_), (-1, j, self.keys_):
             if array.shape[axis] > 1:
                 starts[axis], sizes[axis] = at * size, size
-        return lax.dynamic_slice(array, starts, sizes)
+        return starts, sizes
+
+    def block(self, array: Array, i: Array, j: Array) -> Array:
+        """Returns block (i, j) of an array from `padded`."""
+        return lax.dynamic_slice(array, *self.place(array, i, j))
 
     def flat(self, x: Array) -> Array:
         """`(*batch, heads, group, rows, keys)`, sizes 1 or whole, as one matrix for each head."""
@@ -277,42 +278,18 @@ class _Tiles:
         x = jnp.broadcast_to(x, whole)
         return x.reshape(*x.shape[:-3], -1, self.keys_)
 
-    @property
-    def bias(self) -> Dimensions:
-        """The bias's dimensions."""
-        return self.spec.bias or ()
-
-    def no_dbias(self) -> list[Array]:
-        """Returns the bias's gradient before the first block, if it is asked for."""
-        if not self.spec.dbias:
-            return []
-        sizes = self.sizes | {
-            self.d.length: self.row_blocks * self.rows_,
-            self.d.keys: self.key_blocks * self.keys_,
-        }
-        return [jnp.zeros([sizes[n] if n in self.bias else 1 for n in self.d.scores], self.wide)]
-
     def add_to_bias(self, dbias: Array, ds: Array, i: Array, j: Array) -> Array:
         """Returns the bias's gradient with a block's added."""
         ds = ds.reshape(*ds.shape[:-2], self.sizes[self.d.group], self.rows_, self.keys_)
-        absent = tuple(axis for axis, n in enumerate(self.d.scores) if n not in self.bias)
+        absent = tuple(axis for axis, size in enumerate(dbias.shape) if size == 1)
         ds = jnp.sum(ds, axis=absent, keepdims=True)
-        starts = [jnp.int32(0)] * ds.ndim
-        for axis, number, start in (
-            (-2, self.d.length, i * self.rows_),
-            (-1, self.d.keys, j * self.keys_),
-        ):
-            if number in self.bias:
-                starts[axis] = start
-        return lax.dynamic_update_slice(
-            dbias, lax.dynamic_slice(dbias, starts, ds.shape) + ds, starts
-        )
+        added = self.block(dbias, i, j) + ds
+        return lax.dynamic_update_slice(dbias, added, self.place(dbias, i, j)[0])
 
     def whole_bias(self, dbias: Array) -> Array:
         """Returns the bias's gradient in the dimensions that it has."""
-        kept = [n for n in self.d.scores if n in self.bias]
         dbias = dbias[..., : self.sizes[self.d.length], : self.sizes[self.d.keys]]
-        return dbias.reshape([self.sizes[n] for n in kept])
+        return dbias.reshape([self.sizes[n] for n in self.spec.bias or ()])
 
     # -------------------------------- one block's scores
 

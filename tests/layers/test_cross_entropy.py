@@ -12,7 +12,7 @@ import pytest
 from combinations import half
 from reference import wide
 
-from normfuse import accumulate_gradients, linear_cross_entropy
+from normfuse import linear_cross_entropy
 from normfuse.layers.cross_entropy.op import chunk_rows
 
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -76,7 +76,6 @@ def assert_within(found, expected, error, dtype):
 
 
 CASES = {  # dtypes of x and of the rest, the reduction, operands beside x and the kernel, options
-    "float32": (f32, f32, "mean", "", {}),
     "float32 in chunks": (
         *(f32, f32, "sum", "weights"),
         {"chunk_rows": 8, "softcap": 3.0, "z_loss": 0.1},
@@ -88,12 +87,7 @@ CASES = {  # dtypes of x and of the rest, the reduction, operands beside x and t
     "bfloat16": (bf16, bf16, "none", "bias", {"chunk_rows": 10}),
     "bfloat16, one chunk": (bf16, bf16, "mean", "bias", {}),
     "bfloat16, f32 kernel": (bf16, f32, "mean", "weights", {"softcap": 5.0, "contract": 1}),
-    "bfloat16, f32 logits": (
-        *(bf16, f32, "none", "bias, weights"),
-        {"logits_dtype": f32, "chunk_rows": 1},
-    ),
     "float16": (jnp.float16, f32, "mean", "weights", {"z_loss": 0.01}),
-    "float16, bias": (jnp.float16, jnp.float16, "none", "bias", {}),
     "float16 logits": (
         *(jnp.float16, f32, "sum", ""),
         {"z_loss": 0.01, "logits_dtype": jnp.float16},
@@ -101,10 +95,6 @@ CASES = {  # dtypes of x and of the rest, the reduction, operands beside x and t
     "float64": (
         *(jnp.float64, jnp.float64, "mean", "bias, weights"),
         {"softcap": 9.0, "chunk_rows": 40},
-    ),
-    "plain HLO": (
-        *(bf16, bf16, "sum", "bias, weights"),
-        {"chunk_rows": 16, "implementation": "xla"},
     ),
     "smoothed": (
         *(f32, f32, "sum", "bias"),
@@ -488,30 +478,6 @@ def test_rows_of_a_chunk():
         assert 0 < size <= rows and size * 200_000 * 4 <= 2**29
 
 
-# ---------------------------------------------------------------- microbatches
-
-
-def test_microbatches_with_other_numbers_of_ignored_labels(rng):
-    """Their sums over the whole batch's count are its mean, and the kernel's gradient float32."""
-    x, kernel, labels = draw(rng, bf16, shape=(4, 10), ignored=0)
-    labels = labels.at[0, :7].set(IGNORE).at[2, :2].set(IGNORE).at[3].set(IGNORE)
-    count = jnp.sum(labels != IGNORE) / len(labels)  # average over microbatches
-
-    def loss(kernel, batch):
-        x, labels = batch
-        return ours(x, kernel, labels, reduction="sum", chunk_rows=4) / count
-
-    value, gradient = jax.jit(lambda k: accumulate_gradients(loss, k, (x, labels)))(kernel)
-    assert gradient.dtype == f32
-    mask = np.asarray(labels) != IGNORE
-    exact = layer(x, kernel, labels, mask / mask.sum())
-    assert_within(value, *exact.total(), f32)
-    gw, ew = exact.gradients()[1]
-    assert_within(gradient, gw, ew, f32)  # no rounding to bfloat16 anywhere
-    rounded = gradient.astype(bf16).astype(f32)
-    assert np.abs(rounded - gradient).max() > 1e-2 * np.abs(gradient).max() / 256
-
-
 # ---------------------------------------------------------------- bad inputs
 
 
@@ -522,16 +488,12 @@ X, KERNEL, LABELS = jnp.ones((4, 3)), jnp.ones((3, 7)), jnp.zeros(4, jnp.int32)
     "change, error, message",
     [
         ({"labels": LABELS.astype(f32)}, TypeError, "labels must be integers, got float32"),
-        ({"labels": jnp.ones(4, bool)}, TypeError, "labels must be integers, got bool"),
         ({"labels": LABELS[:3]}, ValueError, r"shape of x's rows, \(4,\); got \(3,\)"),
-        ({"labels": LABELS[:, None]}, ValueError, r"shape of x's rows, \(4,\); got \(4, 1\)"),
         ({"labels": np.array([0, 1, 7, 2])}, ValueError, "from 0 to 6, .*vocabulary; got 7"),
         ({"labels": [0, 1, -1, 2]}, ValueError, "from 0 to 6, .*vocabulary; got -1"),
         ({"labels": "many"}, TypeError, "labels must be an array, got 'many'"),
         ({"weights": jnp.ones(3)}, ValueError, r"weights .* x's rows, \(4,\); got \(3,\)"),
-        ({"weights": 2.0}, ValueError, r"weights .* x's rows, \(4,\); got \(\)"),
         ({"weights": 1j * jnp.ones(4)}, TypeError, "weights must be real .*got complex64"),
-        ({"weights": "many"}, TypeError, "weights must be an array, got 'many'"),
         ({"bias": jnp.ones(6)}, ValueError, r"bias must have the shape \(7,\).*got \(6,\)"),
         ({"bias": jnp.ones(7, int)}, TypeError, "bias must be one of .*got int32"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1, got 1.5"),
@@ -544,25 +506,15 @@ X, KERNEL, LABELS = jnp.ones((4, 3)), jnp.ones((3, 7)), jnp.zeros(4, jnp.int32)
         ({"x": jnp.ones(())}, ValueError, "x must be .* got a scalar"),
         ({"contract": 2}, ValueError, "contract must be 0, .* or 1, .*got 2"),
         ({"softcap": -5.0}, ValueError, "softcap must be positive, or None .*got -5.0"),
-        ({"softcap": 0}, ValueError, "softcap must be positive"),
-        ({"softcap": float("nan")}, ValueError, "softcap must be finite, got nan"),
-        ({"softcap": "high"}, TypeError, "softcap must be a Python number .*got 'high'"),
         ({"softcap": 1e300}, ValueError, r"softcap must be at most 1e\+31, got 1e\+300"),
         ({"softcap": 1e-300}, ValueError, "softcap must be at least 1e-31, got 1e-300"),
-        ({"softcap": True}, TypeError, "softcap must be a Python number .*got True"),
-        ({"z_loss": 1e300}, ValueError, r"z_loss must be at most 1e\+31, got 1e\+300"),
         ({"z_loss": 1e38}, ValueError, r"z_loss must be at most 1e\+31, got 1e\+38"),
         ({"z_loss": -0.1}, ValueError, "z_loss must be at least 0, got -0.1"),
-        ({"z_loss": float("inf")}, ValueError, "z_loss must be finite"),
         ({"reduction": "average"}, ValueError, "one of 'mean', 'sum', 'none', got 'average'"),
-        ({"reduction": None}, ValueError, "reduction must be one of .*got None"),
         ({"ignore": 0.5}, TypeError, "ignore must be an integer, got 0.5"),
-        ({"dtype": "int8"}, TypeError, "dtype must be one of .*got int8"),
         ({"logits_dtype": bf16}, ValueError, "hold the values of dtype, float32; got bfloat16"),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, got 0"),
-        ({"chunk_rows": 1.5}, TypeError, "chunk_rows must be an integer, got 1.5"),
         ({"implementation": "pallas"}, NotImplementedError, "has no 'pallas' implementation"),
-        ({"implementation": "cuda"}, ValueError, "implementation must name one of"),
     ],
 )
 def test_mistakes_are_one_clear_error(change, error, message):

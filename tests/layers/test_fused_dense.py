@@ -1,4 +1,4 @@
-"""Gated dense layers, and a norm before them: values and what they keep."""
+"""Gated dense layers: values and what they keep."""
 
 import functools
 
@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normfuse import dense, gated_dense, gated_product, rms_norm
+from normfuse import dense, gated_dense, gated_product
 from normfuse.layers.core.activations import SCALARS
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 ROWS, IN, OUT = (3, 5), 16, 24
-EPS = 1e-6
 
 
 def f64(array):
@@ -23,23 +22,8 @@ def silu(z):
     return z / (1 + np.exp(-z))
 
 
-def normalised(x, scale):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * scale
-
-
-def gated_norm(x, scale, *kernels, implementation=None):
-    """A gated layer of the norm."""
-    n = rms_norm(x, scale, implementation=implementation)
-    return gated_dense(n, *kernels, implementation=implementation)
-
-
 # name -> (op, shapes of what follows x, the same in NumPy)
 OPS = {
-    "a norm, gated_dense": (
-        gated_norm,
-        [(IN,), (IN, OUT), (IN, OUT)],
-        lambda x, s, g, u: silu(normalised(x, s) @ g) * (normalised(x, s) @ u),
-    ),
     "gated_dense": (
         gated_dense,
         [(IN, OUT), (IN, OUT)],
@@ -55,12 +39,10 @@ op_names = pytest.mark.parametrize("name", OPS)
 
 
 def operands(rng, name, rows=ROWS, x=f32, params=f32):
-    """x, then the parameters; a scale is around 1."""
+    """x, then the parameters."""
     arrays = [jnp.asarray(rng.standard_normal((*rows, IN)), x)]
     for shape in OPS[name][1]:
-        values = rng.standard_normal(shape)
-        values = 1 + values / 8 if shape == (IN,) else values / np.sqrt(shape[0])
-        arrays.append(jnp.asarray(values, params))
+        arrays.append(jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[0]), params))
     return arrays
 
 
@@ -79,7 +61,7 @@ def assert_close(got, want, tolerance):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-30, np.abs(b).max()))
 
 
-# A chain of two products and a norm, of 16 to 24 terms: some tens of float32 roundings.
+# A chain of two products, of 16 to 24 terms: some tens of float32 roundings.
 TIGHT = 64 * 2.0**-23
 # bfloat16 results are rounded at the product, the activation and the next product.
 COARSE = 8 * 2.0**-8

@@ -1,7 +1,5 @@
 """Meshes: Auto, Explicit and mixed axes, and what is communicated there"""
 
-import functools
-
 import hlo
 import jax
 import jax.numpy as jnp
@@ -116,40 +114,7 @@ def test_split_features_with_a_replicated_scale_gather_only_its_gradient(case, m
     assert communicates(case.grad, *args, *cts) == gather + reduced(2 * 4 * FLOAT, N // 2)
 
 
-@ON
-def test_narrow_scale_has_its_gradient_summed_wide(mesh):
-    """Across devices too: float32 sums, rounded to bfloat16 once."""
-    case = Case("rms_norm", x="bfloat16", scale="bfloat16")
-    args, cts = put(mesh, case, SPECS["rows"])
-    assert communicates(case.grad, *args, *cts) == reduced(N)
-
-
-@pytest.mark.parametrize("kind, layout", half(["auto", "explicit"], SPECS))
-def test_no_more_than_plain_jax(mesh, layout):
-    """The same formula in jnp, partitioned by XLA, moves at least as much in each direction.
-
-    Gradients are stored as the operands are, as in training.
-    """
-    case = Case("rms_norm")
-    args, cts = put(mesh, case, SPECS[layout], P("model"))
-    plain = functools.partial(case.grad, implementation="xla")
-    like = tuple(a.sharding for a in args)
-    ours, twin = (communicates(f, *args, *cts, out_shardings=like) for f in (case.grad, plain))
-    assert sum(c.bytes for c in ours) <= sum(c.bytes for c in twin) and len(ours) <= len(twin)
-
-
 # ---------------------------------------------------------------- operands of other kinds
-
-
-@ON
-def test_eager(case, serve, mesh):
-    """without `jit`, on a mesh: the sharding is kept"""
-    args, cts = put(mesh, case, SPECS["features"])
-    out, pullback = jax.vjp(functools.partial(case, implementation="native"), *args)
-    case.check(out, case.values())
-    case.check(pullback(tuple(cts)), case.gradients())
-    assert all(y.sharding.is_equivalent_to(args[0].sharding, y.ndim) for y in out)
-    serve.record("native")
 
 
 @pytest.mark.parametrize("layout", ["rows in two dimensions", "features"])
@@ -220,18 +185,6 @@ def test_reshape_that_splits_a_mesh_axis_does_not_communicate(serve, eight_devic
     serve(case, grad, x, case.args[1], expected=case.gradients(), calls=SPLIT_BOTH)
 
 
-def test_gradient_split_otherwise_moves_alone(auto_mesh):
-    """x's split decides: a cotangent that comes otherwise is brought to it, x stays."""
-    case = Case("rms_norm", (8, 16, 16))
-    x = place(auto_mesh, case.args[0], "data")
-    ct = place(auto_mesh, case.cts[0], None, "data")
-    fn = jax.jit(case.grad, out_shardings=(x.sharding, None))
-    compiled = fn.lower(x, case.args[1], ct).compile()
-    (moved,) = [c for c in hlo.collectives(compiled) if c.kind != "all-reduce"]
-    assert moved.kind in ("all-to-all", "all-gather") and moved.bytes <= ct.nbytes
-    case.check(compiled(x, case.args[1], ct), case.gradients())
-
-
 @pytest.mark.parametrize(
     "shape, names, order",
     [
@@ -249,29 +202,6 @@ def test_other_meshes(serve, eight_devices, shape, names, order):
     args, cts = put(mesh, case, SPECS[layout])
     calls = SPLIT_BOTH if layout == "features" else BOTH
     serve(case, case.grad, *args, *cts, expected=case.gradients(), calls=calls)
-
-
-@pytest.mark.parametrize("dtypes", [("float32", "float64", None), ("float32", None, "float64")])
-def test_float64_on_a_mesh(serve, auto_mesh, dtypes):
-    """float64 on a mesh"""
-    x, scale, dtype = dtypes
-    with jax.enable_x64(True):
-        case = Case("residual_rms_norm", x=x, scale=scale or x, dtype=dtype)
-        args, cts = put(auto_mesh, case, SPECS["features"])
-        serve(case, case.grad, *args, *cts, expected=case.gradients(), calls=SPLIT_BOTH)
-
-
-@pytest.mark.parametrize("kind, inside", [("explicit", "auto"), ("auto", "explicit")])
-def test_axes_of_the_other_kind_inside(case, serve, mesh, kind, inside):
-    """`auto_axes` inside Explicit axes, and `explicit_axes` inside Auto axes"""
-    rows = P("data", None, None)
-    args, cts = put(mesh, case, rows)
-    specs = (*[rows] * (len(args) - 1), P(None))
-    if inside == "auto":
-        fn = jax.sharding.auto_axes(case.grad, out_sharding=specs)
-    else:
-        fn = jax.sharding.explicit_axes(case.grad, in_sharding=(*specs, *[rows] * len(cts)))
-    serve(case, fn, *args, *cts, expected=case.gradients(), calls=BOTH)
 
 
 # ---------------------------------------------------------------- with transformations

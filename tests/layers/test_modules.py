@@ -395,30 +395,10 @@ def test_linen_transforms(rng):
     jax.tree.map(close, got, want)
 
 
-def test_equinox_transforms(rng):
-    """An ensemble, scanned and rematerialised, of batches of sequences; vmap is one product."""
-    x = jnp.asarray(rng.standard_normal((4, 3, 16)), f32)
-
-    def block(home):
-        def make(key):
-            return eqx.nn.Sequential([home.RMSNorm(16), home.Linear(16, 16, key=key)])
-
-        return make
-
-    def total(home):
-        arrays, static = eqx.partition(
-            eqx.filter_vmap(block(home))(jax.random.split(KEY, 3)), eqx.is_array
-        )
-
-        def loss(arrays):
-            body = lambda x, a: (x + jax.vmap(jax.vmap(eqx.combine(a, static)))(x), None)
-            return jnp.sum(jnp.sin(jax.lax.scan(jax.checkpoint(body), x, arrays)[0]))
-
-        return jax.jit(jax.grad(loss))(arrays)
-
-    for a, b in zip(*(jax.tree.leaves(total(home)) for home in FRAMEWORKS["eqx"]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    text = jax.jit(jax.vmap(jax.vmap(block(ours_eqx)(KEY)))).lower(x).as_text()
+def test_equinox_vmap_is_one_product():
+    """Of batches of sequences, with the weight as it is stored."""
+    block = eqx.nn.Sequential([ours_eqx.RMSNorm(16), ours_eqx.Linear(16, 16, key=KEY)])
+    text = jax.jit(jax.vmap(jax.vmap(block))).lower(jnp.ones((4, 3, 16))).as_text()
     assert "(tensor<4x3x16xf32>, tensor<16x16xf32>) -> tensor<4x3x16xf32>" in text
     assert "transpose" not in text
 

@@ -1,30 +1,14 @@
-"""The NNX modules under NNX's transformations, against Flax's own modules."""
+"""The NNX modules under NNX's transformations: what a scan over layers communicates."""
 
 import hlo
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.nnx import Linear, RMSNorm
-
-OURS, FLAX = (RMSNorm, Linear), (nnx.RMSNorm, nnx.Linear)
-
-
-class Block(nnx.Module):
-    """A residual block of a norm and two projections."""
-
-    def __init__(self, layers, rngs):
-        norm, linear = layers
-        self.norm = norm(16, rngs=rngs)
-        self.up = linear(16, 32, rngs=rngs)
-        self.down = linear(32, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.silu(self.up(self.norm(x))))
 
 
 class Fsdp(nnx.Module):
@@ -36,33 +20,6 @@ class Fsdp(nnx.Module):
 
     def __call__(self, x):
         return x + self.down(nnx.silu(self.up(self.norm(x))))
-
-
-def deep(layers):
-    """Three blocks as one, with a leading axis for the layer."""
-
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def create(key):
-        return Block(layers, nnx.Rngs(key))
-
-    return create(jax.random.split(jax.random.key(0), 3))
-
-
-def scanned(model, x):
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def forward(block, x):
-        return nnx.remat(lambda block, x: block(x))(block, x)
-
-    return jnp.sum(jnp.sin(forward(model, x)))
-
-
-def test_scan_over_layers(rng):
-    x = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
-    got, want = (
-        jax.tree.leaves(nnx.jit(nnx.grad(scanned))(deep(layers), x)) for layers in (OURS, FLAX)
-    )
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("quantization, split", [(None, -2), ("fp8", -1)])

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from reference import Expected
 from rms_norm_cases import Batch, Case, put, total
@@ -88,22 +87,6 @@ def test_partial(case, serve, auto_mesh, check_vma):
         jax.jit(jax.shard_map(product, **options)).lower(x, kernel)
 
 
-def test_grad_in_partial(case, serve, auto_mesh):
-    """`grad` inside a `shard_map` over some of Auto axes"""
-    specs, out = in_specs(case, P("data"), cts=True), in_specs(case, P("data"))
-    options = {"in_specs": specs, "out_specs": out, "axis_names": {"data"}}
-    fn = jax.shard_map(case.grad, mesh=auto_mesh, **options)
-    serve(case, fn, *case.args, *case.cts, expected=case.gradients(), calls={})
-
-
-def test_partial_of_size_one(case, serve, eight_devices):
-    """`shard_map` over all axes but one of one device"""
-    mesh = jax.make_mesh((8, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    options = {"in_specs": in_specs(case, P("data")), "out_specs": P("data")}
-    fn = jax.shard_map(case, mesh=mesh, axis_names={"data"}, **options)
-    serve(case, fn, *case.args, expected=case.values())
-
-
 @pytest.mark.parametrize("layout", ["rows", "features"])
 def test_partial_explicit(case, serve, explicit_mesh, layout):
     """`grad` inside a `shard_map` over some of Explicit axes"""
@@ -158,15 +141,6 @@ def test_transformations_inside(serve, auto_mesh, check_vma):
     expected = [g.map(lambda a: a[None]) for g in batch.each("gradients")]
     args = x[None], scale, batch.cts[0][None]
     serve(batch.case, fn, *args, expected=expected, calls=BOTH, plain=True)
-
-
-def test_vmap_with_spmd_axis_name_of_shard_map(serve, auto_mesh):
-    """`vmap(shard_map)` with `spmd_axis_name`"""
-    batch = Batch("rms_norm", (0, None), size=4)
-    specs = {"in_specs": (P("model"), P()), "out_specs": P("model")}
-    fn = jax.shard_map(batch.case, mesh=auto_mesh, axis_names={"model", "data"}, **specs)
-    mapped = jax.vmap(fn, (0, None), spmd_axis_name="data")
-    serve(batch.case, mapped, *batch.args, expected=batch.each("values"))
 
 
 def test_pmap(serve, eight_devices):

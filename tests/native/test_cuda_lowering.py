@@ -132,13 +132,6 @@ def test_cuda_export_is_portable_and_holds_every_target(platforms):
         assert (f"@{name}(" in text) == (platform in platforms)
 
 
-def test_cuda_export_honours_a_named_architecture(monkeypatch):
-    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
-    checks = [export.DisabledSafetyCheck.custom_call("normfuse_launch")]
-    exported = export.export(forward(), platforms=["cuda"], disabled_checks=checks)(*structs())
-    assert 'image = dense<"0x7F454C46' in exported.mlir_module()  # an ELF file: a cubin
-
-
 # ---------------------------------------------------------------- architecture
 
 
@@ -240,13 +233,6 @@ def test_cuda_old_gpu_is_one_clear_error_or_plain_hlo(monkeypatch):
     with pytest.raises(NotImplementedError, match="capability 7.5"):
         lowered(forward(), *structs())
     assert "stablehlo.rsqrt" in lowered(forward(strict=False), *structs())
-
-
-def test_cuda_dtype_without_kernel_is_plain_hlo():
-    text = lowered(forward(strict=False), *structs("float8_e4m3fn"))
-    assert "custom_call" not in text
-    with pytest.raises(NotImplementedError, match="no CUDA kernel of norms takes float8_e4m3fn"):
-        lowered(forward(), *structs("float8_e4m3fn"))
 
 
 def test_kernels_take_the_parameters_that_they_are_given(arch, monkeypatch):
