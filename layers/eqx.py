@@ -138,7 +138,7 @@ class _Options(eqx.Module):
     quantization: Quantization = eqx.field(static=True)
 
 
-class Linear(modules.Linear, eqx.nn.Linear, _Options):
+class Linear(eqx.nn.Linear, _Options):
     """`equinox.nn.Linear` computed by `normfuse.dense`, with an optional activation.
 
     Takes what `eqx.nn.Linear` does and has the same leaves, initial values and result dtype (what x

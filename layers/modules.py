@@ -70,26 +70,6 @@ def set_options(
     layer.activation, layer.quantization = activation, quantization
 
 
-class Linear:
-    """The parts of our linear layers in nnx and in Equinox that a `GatedMLP` reads.
-
-    Attributes:
-      operands: returns the kernel and the bias.
-      unserved: returns the part of the layer and an input that only the framework serves, or "".
-      compute_dtype: returns the dtype of a product of arrays.
-    """
-
-    _name: str
-    contract = 0  # the axis of the kernel that x multiplies
-    implementation: Implementation
-    activation: Activation
-    quantization: Quantization
-
-    operands: Callable[[], tuple[Array, Array | None]]
-    unserved: Callable[[Array], str]
-    compute_dtype: Callable[..., Any]
-
-
 def gated_mlp(
     mlp: Any,
     x: Array,
@@ -100,7 +80,9 @@ def gated_mlp(
     """Returns the MLP of three layers `gate` (or None), `up` and `down`.
 
     In FP8 it is one function, and else its hidden array is not kept, if each of the layers that it
-    reads is a `linear` as the MLP has made it; another layer is called as it is.
+    reads is a `linear` as the MLP has made it; another layer is called as it is. A `linear` has
+    `operands` (its kernel and bias), `unserved` (what of it and an input only the framework serves,
+    or "") and `compute_dtype` (of a product of arrays).
 
     Args:
       mlp: the module, with an activation, an implementation and a quantization.

@@ -134,7 +134,7 @@ class LayerNorm(_Norm, nnx.LayerNorm):
     __init__ = _Norm.__init__
 
 
-class Linear(modules.Linear, nnx.Linear):
+class Linear(nnx.Linear):
     """`flax.nnx.Linear` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nnx.Linear` does and has the same parameters, initial values, state and result

@@ -131,11 +131,8 @@ def attention(
         ids, others = _segments(segment_ids, (batch, length), (batch, keys))
         extras |= {"segments": ids[:, None, :, None], "key segments": others[:, None, None]}
     q, k, v, *arrays = _operands(q, k, v, *extras.values())
-    found = dict(zip(extras, arrays))
-    dims = {name: array[1] for name, array in found.items()}
-    pair = (dims["segments"], dims["key segments"]) if "segments" in dims else None
-    spec = replace(spec, bias=dims.get("bias"), mask=dims.get("mask"), segments=pair)
-    out, *_ = ops.attention(spec, q, k, v, *[array for array, _ in found.values()], order=order)
+    spec = replace(spec, extras=tuple((n, dims) for n, (_, dims) in zip(extras, arrays)))
+    out, *_ = ops.attention(spec, q, k, v, *[array for array, _ in arrays], order=order)
     return _joined(out)
 
 

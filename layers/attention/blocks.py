@@ -30,7 +30,7 @@ from jax import Array, lax
 
 from ...native.dtypes import compute_dtype
 from ..core.op import vary, varying_axes
-from .spec import Dimensions, Extras, Numbers, Spec, numbers, spread
+from .spec import Dimensions, Numbers, Spec, numbers, spread
 
 _CPU_SIDE = 128  # queries and keys of a block
 _GPU_SCORES = 2**25  # scores of a block, all heads together: enough to fill a device
@@ -105,7 +105,7 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
     zeros = lambda like: jnp.zeros(like.shape, wide)
     start = [zeros(qs), zeros(ks), zeros(vs)]
     if spec.dbias:
-        start.append(zeros(tiles.extras.bias))
+        start.append(zeros(tiles.extras["bias"]))
     dq, dk, dv, *dbias = tiles.run(step, start)
     dq = tiles.whole_rows(dq.astype(q.dtype))
     dk, dv = tiles.whole_keys(dk.astype(k.dtype)), tiles.whole_keys(dv.astype(v.dtype))
@@ -123,14 +123,14 @@ def _in_blocks(q: Array, k: Array) -> bool:
 def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Array, ...]:
     """The formula: `(out, m, log l)`. For second derivatives, and lengths not yet known."""
     d, wide = numbers(q.ndim), compute_dtype(q.dtype)
-    given = Extras.of(spec, [spread(a, n, d.scores) for a, n in zip(extras, spec.extras)])
+    given = spec.named([spread(a, n, d.scores) for a, n in zip(extras, spec.dims.values())])
     batch = "abcdefgh"[: len(d.batch)]
     options = {"preferred_element_type": wide, "precision": spec.precision}
     s = jnp.einsum(f"{batch}tkgw,{batch}skw->{batch}kgts", q, k, **options) * spec.scale
     if spec.softcap is not None:
         s = spec.softcap * jnp.tanh(s / spec.softcap)
-    if given.bias is not None:
-        s += given.bias.astype(wide)
+    if "bias" in given:
+        s += given["bias"].astype(wide)
     seen = _seen(spec, given, jnp.arange(q.shape[-4]), jnp.arange(k.shape[-3]), s.ndim)
     if seen is not None:
         s = jnp.where(seen, s, -jnp.inf)
@@ -155,7 +155,7 @@ def square_gradients(spec: Spec, *operands: Array) -> list[Array]:
     return list(pull(dout))
 
 
-def _seen(spec: Spec, given: Extras, rows: Array, keys: Array, ndim: int) -> Array | None:
+def _seen(spec: Spec, given: dict[str, Array], rows: Array, keys: Array, ndim: int) -> Array | None:
     """Returns whether each of `rows` sees each of `keys` (positions); None if all do.
 
     `given` has all `ndim` dimensions of scores, as the result has.
@@ -167,17 +167,14 @@ def _seen(spec: Spec, given: Extras, rows: Array, keys: Array, ndim: int) -> Arr
         parts.append(behind >= 0)
         if spec.window is not None:
             parts.append(behind < spec.window)
-    if given.mask is not None:
-        parts.append(given.mask)
-    if given.segments is not None:
-        parts.append(given.segments[0] == given.segments[1])
+    if "mask" in given:
+        parts.append(given["mask"])
+    if "segments" in given:
+        parts.append(given["segments"] == given["key segments"])
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
 # ---------------------------------------------------------------- blocks
-
-
-_NONE = Extras(None, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +186,7 @@ class _Tiles:
     sizes: dict[int, int]  # each dimension's size
     rows_: int
     keys_: int
-    extras: Extras  # padded to whole blocks, with all dimensions of scores
+    extras: dict[str, Array]  # padded to whole blocks, with all dimensions of scores
     wide: Any  # the dtype of scores and sums
     varying: frozenset[str]  # manual axes that the operands vary over
 
@@ -200,9 +197,9 @@ class _Tiles:
         heads = math.prod(sizes[n] for n in (*d.batch, d.heads, d.group))
         rows, keys = _block(sizes[d.length], sizes[d.keys], heads, gpu)
         axes = varying_axes(q, k, *extras)
-        tiles = cls(spec, d, sizes, rows, keys, _NONE, compute_dtype(q.dtype), axes)
-        padded = [tiles.padded(a, dims) for a, dims in zip(extras, spec.extras)]
-        return replace(tiles, extras=Extras.of(spec, padded))
+        tiles = cls(spec, d, sizes, rows, keys, {}, compute_dtype(q.dtype), axes)
+        padded = [tiles.padded(a, dims) for a, dims in zip(extras, spec.dims.values())]
+        return replace(tiles, extras=spec.named(padded))
 
     @property
     def row_blocks(self) -> int:
@@ -289,7 +286,7 @@ class _Tiles:
     def whole_bias(self, dbias: Array) -> Array:
         """Returns the bias's gradient in the dimensions that it has."""
         dbias = dbias[..., : self.sizes[self.d.length], : self.sizes[self.d.keys]]
-        return dbias.reshape([self.sizes[n] for n in self.spec.bias or ()])
+        return dbias.reshape([self.sizes[n] for n in self.spec.dims["bias"]])
 
     # -------------------------------- one block's scores
 
@@ -310,8 +307,8 @@ class _Tiles:
         if cap is not None:
             bounded = jnp.tanh(s / cap)
             s, slope = cap * bounded, 1 - bounded * bounded
-        if self.extras.bias is not None:
-            s += self.flat(self.block(self.extras.bias, i, j).astype(self.wide))
+        if "bias" in self.extras:
+            s += self.flat(self.block(self.extras["bias"], i, j).astype(self.wide))
         seen = self._seen(i, j)
         return s if seen is None else jnp.where(self.flat(seen), s, -jnp.inf), slope
 
@@ -325,12 +322,8 @@ class _Tiles:
             i * self.rows_ + jnp.arange(self.rows_),
             j * self.keys_ + jnp.arange(self.keys_),
         )
-        given, cut = self.extras, lambda array: self.block(array, i, j)
-        given = Extras(
-            None,
-            None if given.mask is None else cut(given.mask),
-            None if given.segments is None else (cut(given.segments[0]), cut(given.segments[1])),
-        )
+        hiding = {name: a for name, a in self.extras.items() if name != "bias"}
+        given = {name: self.block(a, i, j) for name, a in hiding.items()}
         ndim = len(self.d.batch) + 4
         seen = _seen(self.spec, given, rows, keys, ndim)
         if self.key_blocks * self.keys_ > self.sizes[self.d.keys]:
@@ -368,10 +361,10 @@ class _Tiles:
     def _some_seen(self) -> Array | None:
         """Returns the blocks in which mask and segments leave something to see; None for all."""
         found = []
-        if (mask := self.extras.mask) is not None:
-            found.append(self._by_block(mask, jnp.any, -2, -1))
-        if self.extras.segments is not None:
-            ids, others = self.extras.segments
+        if "mask" in self.extras:
+            found.append(self._by_block(self.extras["mask"], jnp.any, -2, -1))
+        if "segments" in self.extras:
+            ids, others = self.extras["segments"], self.extras["key segments"]
             least, most = (self._by_block(ids, f, -2) for f in (jnp.min, jnp.max))
             from_, to = (self._by_block(others, f, -1) for f in (jnp.min, jnp.max))
             found.append((least <= to) & (from_ <= most))

@@ -20,7 +20,7 @@ from ...native.dtypes import NARROW
 from ...native.implementation import Unsupported
 from ...native.jax_private import packed_attention
 from ...native.jaxpr import evaluate, results_of
-from .spec import Dimensions, Dims, Extras, Numbers, Spec, numbers, spread
+from .spec import Dimensions, Dims, Numbers, Spec, numbers, spread
 
 # cuDNN takes masks and biases for all queries and keys, so they are made for the call where the
 # user's are smaller. From so many on, blocks serve: their memory is linear.
@@ -57,7 +57,7 @@ def _of_even_length(
     if spec.causal:
         hidden = sizes[d.length] == sizes[d.keys]
     else:
-        hidden = d.keys in (spec.mask or ()) and 1 not in sizes.values()
+        hidden = d.keys in spec.dims.get("mask", ()) and 1 not in sizes.values()
     is_odd = hidden and any(n % 2 for n in sizes.values())
     if is_odd:
         more = functools.partial(_with_another, spec, {n: size % 2 for n, size in sizes.items()}, d)
@@ -82,11 +82,11 @@ def _with_another(
     """
     pad = functools.partial(jnp.pad, array)
     widths = lambda *of: [(0, more[n] if n in of else 0) for n in dims]
-    extras = i - 3
-    if spec.mask is not None and extras == (spec.bias is not None):
+    name = dict(enumerate(spec.dims, 3)).get(i)
+    if name == "mask":
         array = pad(widths(d.keys), constant_values=spec.causal)
         return jnp.pad(array, widths(d.length), constant_values=True)
-    if len(spec.extras) > extras >= len(spec.extras) - 2 * (spec.segments is not None):
+    if name in ("segments", "key segments"):
         return pad(widths(d.length, d.keys), mode="edge")
     return pad(widths(d.length, d.keys))
 
@@ -154,7 +154,7 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
         return
     if length % 2 or keys % 2:
         raise Unsupported("with a bias, a mask or segments, cuDNN takes even lengths")
-    if spec.bias is not None and extras[0].dtype != q.dtype:
+    if "bias" in spec.dims and extras[0].dtype != q.dtype:
         raise Unsupported(
             f"cuDNN would round the bias from {extras[0].dtype.name} to {q.dtype.name}; cast it "
             "if that is enough"
@@ -181,13 +181,13 @@ def _simplest(
     q, k, _, *others = operands
     extras = others[: len(spec.extras)]
     whole = lambda *operands: run(_Call(spec, q, k, extras), *operands)
-    if spec.segments is not None:
+    if "segments" in spec.dims:
         return _packed(capability, spec, run, whole, operands, dims)
-    if spec.mask is None:
+    if "mask" not in spec.dims:
         return whole(*operands)
     d, (length, keys) = numbers(q.ndim), (q.shape[-4], k.shape[-3])
-    mask, simple = extras[-1], replace(spec, mask=None)
-    if d.length in spec.mask and d.keys in spec.mask:
+    mask, simple = extras[-1], replace(spec, extras=spec.extras[:-1])
+    if {d.length, d.keys} <= {*spec.dims["mask"]}:
         if spec.causal:
             needless = jnp.all(mask | ~reached(spec, length, keys))
         elif length == keys:
@@ -223,13 +223,12 @@ def _packed(
     """
     q, k, *others = operands
     d, sizes = numbers(q.ndim), dict(zip(numbers(q.ndim).q, q.shape))
-    assert spec.segments is not None
-    length, of = sizes[d.length], {*spec.segments[0], *spec.segments[1]}
-    options = spec.bias, spec.mask, spec.window
+    length, of = sizes[d.length], {n for dims in spec.dims.values() for n in dims}
     if (
         capability < 90
         or length != k.shape[-3]
-        or any(option is not None for option in options)
+        or spec.window is not None
+        or len(spec.extras) > 2  # a bias or a mask, too
         or not of <= {*d.batch, d.length, d.keys}
     ):
         return whole(*operands)
@@ -298,14 +297,13 @@ class _Segments:
 
     def __init__(self, spec: Spec, q: Array, extras: Sequence[Array]):
         d, sizes = numbers(q.ndim), dict(zip(numbers(q.ndim).q, q.shape))
-        assert spec.segments is not None
         shape = [sizes[n] for n in (*d.batch, d.length)]
         rename = lambda dims: tuple(d.length if n == d.keys else n for n in dims)
         self.ids, others = (
             jnp.broadcast_to(spread(a, rename(dims), (*d.batch, d.length)), shape)
             .reshape(-1, shape[-1])
             .astype(jnp.int32)
-            for a, dims in zip(extras, spec.segments)
+            for a, dims in zip(extras, spec.dims.values())
         )
         before, after = self.ids[:, :-1], self.ids[:, 1:]
         new = jnp.ones((len(self.ids), 1), bool)
@@ -329,16 +327,17 @@ class _Call:
     """
 
     def __init__(self, spec: Spec, q: Array, k: Array, extras: Sequence[Array]):
-        self._spec, self._d, given = spec, numbers(q.ndim), Extras.of(spec, extras)
+        self._spec, self._d, given = spec, numbers(q.ndim), spec.named(extras)
         self._sizes = dict(zip(self._d.q, q.shape)) | {self._d.keys: k.shape[-3]}
         self._bias = mask = None
-        if given.bias is not None and spec.bias is not None:
-            self._bias = self._whole(given.bias, spec.bias)
-        if given.mask is not None and spec.mask is not None:
-            mask = self._whole(given.mask, spec.mask)
-        if given.segments is not None and spec.segments is not None:
-            ids = [spread(a, n, self._d.scores) for a, n in zip(given.segments, spec.segments)]
-            dims = tuple(n for n in self._d.scores if n in (*spec.segments[0], *spec.segments[1]))
+        if "bias" in given:
+            self._bias = self._whole(given["bias"], spec.dims["bias"])
+        if "mask" in given:
+            mask = self._whole(given["mask"], spec.dims["mask"])
+        if "segments" in given:
+            pair = [spec.dims[name] for name in ("segments", "key segments")]
+            ids = [spread(a, n, self._d.scores) for a, n in zip([*given.values()][-2:], pair)]
+            dims = tuple(n for n in self._d.scores if n in (*pair[0], *pair[1]))
             equal = (ids[0] == ids[1]).reshape([self._sizes[n] for n in dims])
             equal = self._whole(equal, dims)
             mask = equal if mask is None else mask & equal
@@ -374,8 +373,7 @@ class _Call:
 
     def whole_bias(self, dbias: Array) -> Array:
         """Returns the gradient of the bias as it was given, in float32."""
-        dims = self._spec.bias
-        assert dims is not None
+        dims = self._spec.dims["bias"]
         like = jnp.zeros([self._sizes[n] for n in dims], jnp.float32)
         whole, pull = jax.vjp(lambda a: self._whole(a, dims), like)
         dbias = dbias.astype(jnp.float32)
@@ -434,7 +432,7 @@ class _PackedCall(_Call):
     """
 
     def __init__(self, spec: Spec, q: Array, segments: _Segments, limit: int):
-        super().__init__(replace(spec, segments=None), q, q, ())
+        super().__init__(replace(spec, extras=()), q, q, ())
         self.limit, self._segments = limit, segments
         (batch, length), first = segments.ids.shape, segments.first
         place = jnp.cumsum(first, axis=1) - 1  # number of a token's segment in its sequence

@@ -96,7 +96,7 @@ def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) ->
     dq, dk, dv, *dbias = _gradients(spec, *operands, order=order)
     d = numbers(operands[0].ndim)
     dk, dv = split.psum(dk, [d.group]), split.psum(dv, [d.group])
-    absent = [n for n in d.rows if n not in (spec.bias or ())]
+    absent = [n for n in d.rows if n not in spec.dims.get("bias", ())]
     return [dq, dk, dv, *[split.psum(b, absent) for b in dbias]]
 
 
@@ -138,7 +138,7 @@ def _batch(
         has = at is not None or i not in extras or (spec.dbias and i == 3)
         moved.append(batch_at(array, at, 0, size) if has else array)
         dims.append((*[0] * has, *[n + 1 for n in old[i]]))
-    spec = spec.with_extras([dims[i] for i in extras])
+    spec = replace(spec, extras=tuple((name, dims[3 + i]) for i, name in enumerate(spec.dims)))
     placed = [placed_like(a, n, moved[0]) for a, n in zip(moved, dims)]
     results = op(spec, *placed, order=order)
     return results, [0] * len(results)
@@ -157,7 +157,7 @@ def _backward(
     spec: Spec, cts: Any, operands: Any, results: Any, wanted: Any, *, order: Order
 ) -> list[Any]:
     """Returns the gradients of q, k, v and the bias; None of the other extras."""
-    dbias = spec.bias is not None and wanted[3]
+    dbias = "bias" in spec.dims and wanted[3]
     found = gradients(replace(spec, dbias=dbias), *operands, *results, *cts, order=order)
     return found + [None] * (len(operands) - len(found))
 
@@ -165,7 +165,7 @@ def _backward(
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
     results = attention(replace(spec, statistics=2), *primals, order=order)
     saved = [checkpoint_name(r, name) for r, name in zip(results, NAMES)]
-    count = 3 + (spec.bias is not None)  # masks and segments have no tangents
+    count = 3 + ("bias" in spec.dims)  # masks and segments have no tangents
     moving = [*tangents[:count], *[None] * (len(tangents) - count)]
     dout = tangents_of(attention, _backward, spec, primals, moving, saved[:1], saved, order=order)
     zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in saved[1:]]

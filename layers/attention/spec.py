@@ -60,55 +60,34 @@ class Spec:
     window: int | None = None
     softcap: float | None = None
     precision: str | None = None  # the products' precision
-    # The dimensions of each operand that exists, in the order of `scores`.
-    bias: Dimensions | None = None
-    mask: Dimensions | None = None
-    segments: tuple[Dimensions, Dimensions] | None = None  # dimensions for queries, for keys
+    # Operands after q, k and v: "bias", "mask", and "segments" and "key segments", as far as there
+    # are any, in this order, with their dimensions in the order of `scores`.
+    extras: tuple[tuple[str, Dimensions], ...] = ()
     dbias: bool = False  # the bias has a gradient, of its dimensions
     # Number of results a row has besides the output: its largest score, the log of its sum.
     statistics: int = 2
     op: str = "attention"  # the function the user called
 
     @property
-    def extras(self) -> tuple[Dimensions, ...]:
-        """The dimensions of all operands after q, k and v: bias, mask and segments."""
-        given = self.bias, self.mask, *(self.segments or ())
-        return tuple(dims for dims in given if dims is not None)
+    def dims(self) -> dict[str, Dimensions]:
+        """The dimensions of the operands after q, k and v, by their names."""
+        return dict(self.extras)
+
+    def named(self, arrays: Sequence[Array]) -> dict[str, Array]:
+        """Returns the operands after q, k and v by their names."""
+        return dict(zip(self.dims, arrays, strict=True))
 
     def forward_dims(self, q_ndim: int, *_: int) -> Dims:
         """The dimensions of the forward's operands, q, k, v and extras, and of its results."""
         d = numbers(q_ndim)
-        return (d.q, d.kv, d.kv, *self.extras), (d.q, d.rows, d.rows)[: 1 + self.statistics]
+        return (d.q, d.kv, d.kv, *self.dims.values()), (d.q, d.rows, d.rows)[: 1 + self.statistics]
 
     def gradients_dims(self, q_ndim: int, *_: int) -> Dims:
         """The same of the gradients', which also take out, statistics and out's gradient."""
         d = numbers(q_ndim)
-        operands = d.q, d.kv, d.kv, *self.extras, d.q, d.rows, d.rows, d.q
-        return operands, (d.q, d.kv, d.kv, *self.extras[: self.dbias])
-
-    def with_extras(self, dims: Sequence[Dimensions]) -> "Spec":
-        """Returns the spec with these dimensions of the extras."""
-        found = iter(dims)
-        bias = None if self.bias is None else next(found)
-        mask = None if self.mask is None else next(found)
-        segments = None if self.segments is None else (next(found), next(found))
-        return dataclasses.replace(self, bias=bias, mask=mask, segments=segments)
-
-
-@dataclasses.dataclass(frozen=True)
-class Extras:
-    """The operands after q, k and v."""
-
-    bias: Array | None
-    mask: Array | None
-    segments: tuple[Array, Array] | None
-
-    @classmethod
-    def of(cls, spec: Spec, arrays: Sequence[Array]) -> "Extras":
-        found = iter(arrays)
-        bias = None if spec.bias is None else next(found)
-        mask = None if spec.mask is None else next(found)
-        return cls(bias, mask, None if spec.segments is None else (next(found), next(found)))
+        extras = [*self.dims.values()]
+        operands = d.q, d.kv, d.kv, *extras, d.q, d.rows, d.rows, d.q
+        return operands, (d.q, d.kv, d.kv, *extras[: self.dbias])
 
 
 def spread(array: Array, dims: Dimensions, over: Dimensions) -> Array:

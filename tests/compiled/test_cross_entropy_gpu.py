@@ -32,11 +32,11 @@ def compiled(what, kernel_dtype=bf16, tokens=TOKENS, autotuned=False):
     x, labels = struct((tokens, DIM), bf16), struct((tokens,), jnp.int32)
     kernel = struct((DIM, VOCABULARY), kernel_dtype)
     loss = linear_cross_entropy
-    split = lambda a, parts: a.reshape(parts, -1, *a.shape[1:])
 
-    def accumulated(x, kernel, labels, parts=1):
-        batches = split(x, parts), split(labels, parts)
-        return accumulate_gradients(lambda k, b: loss(b[0], k, b[1]), kernel, batches)
+    def accumulated(x, kernel, labels):
+        return accumulate_gradients(
+            lambda k, b: loss(b[0], k, b[1]), kernel, (x[None], labels[None])
+        )
 
     if in_fp8 := what.startswith("fp8 "):
         options = {"quantization": "fp8", "contract": int("tied" in what), "chunk_rows": CHUNK}
@@ -48,7 +48,6 @@ def compiled(what, kernel_dtype=bf16, tokens=TOKENS, autotuned=False):
         "gradients": jax.value_and_grad(loss, (0, 1)),
         "gradients later": jax.value_and_grad(lambda *a: jnp.mean(rows(*a)), (0, 1)),
         "main gradient": accumulated,
-        "microbatches": functools.partial(accumulated, parts=4),
     }[what.removeprefix("fp8 ").removeprefix("tied ") if in_fp8 else what]
     with jax.set_mesh(mesh):
         options = gpu_compiler.AUTOTUNED if autotuned else gpu_compiler.OPTIONS
@@ -150,21 +149,6 @@ def test_the_kernels_gradient_in_fp8_is_added_in_place_whatever_xla_may_choose(w
     assert not re.search(copied, hlo.text(program))
     codes = 2 * CHUNK * VOCABULARY + DIM * VOCABULARY
     assert temporaries(program) <= LOGITS + codes + KERNEL // 2 + SMALL
-
-
-def test_microbatches_take_one_extra_pass_of_the_kernels_gradient_each():
-    """The sum of all reads once more what a microbatch's chunks add up."""
-    program = compiled("microbatches")
-    assert {g.result for g in hlo.gemms(program) if g.beta} == {f"f32[{DIM},{VOCABULARY}]"}
-    shape = rf"f32\[{DIM},{VOCABULARY}\]"
-    text = program.as_text()
-    loops = re.findall(r"body=%([\w.-]+)", text)
-    bodies = [text[text.index(f"%{name} (") :].split("\n}", 1)[0] for name in loops]
-    adding = [b for b in bodies if re.search(rf"= {shape}\S* (fusion|add)\(.*kLoop", b)]
-    passes = re.findall(rf"= {shape}\S* fusion\(.*kLoop", "\n".join(adding))
-    assert len(passes) == 1, passes
-    sums = KERNEL * (2 if jax.__version_info__ < (0, 11) else 1)  # JAX 0.10's XLA copies it
-    assert temporaries(program) <= LOGITS + sums + 2 * TOKENS // 4 * DIM + SMALL  # and its rows
 
 
 def test_collectives_on_eight_gpus():

@@ -150,14 +150,12 @@ def squares(tree):
 
 
 INNER = {
-    "the value of a vjp": lambda f, p, x: jax.vjp(lambda x: f(p, x), x)[0],
     "vjp": lambda f, p, x: jax.vjp(lambda x: f(p, x), x)[1](f(p, x)),
     "jvp": lambda f, p, x: jax.jvp(lambda x: f(p, x), (x,), (x,)),
     "jvp along the kernel": lambda f, p, x: jax.jvp(lambda p: f(p, x), (p,), (p,)),
     "linearize": lambda f, p, x: jax.linearize(lambda x: f(p, x), x)[1](x),
     "grad, the layer used again": lambda f, p, x: f(p, jax.grad(lambda x: squares(f(p, x)))(x)),
     "grad of the kernel": lambda f, p, x: jax.grad(lambda p: squares(f(p, x)))(p),
-    "Hessian-vector": lambda f, p, x: jax.jvp(jax.grad(lambda x: squares(f(p, x))), (x,), (x,))[1],
     "jacfwd": lambda f, p, x: jax.jacfwd(lambda x: f(p, x))(x),
 }
 

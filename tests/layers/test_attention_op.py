@@ -736,7 +736,9 @@ def test_segments_are_counted_as_cudnn_counts_them(name, rng):
     (batch, length), limit, heads = ids.shape, 4, 2
     q = jnp.zeros((batch, length, heads, 1, 8), bf16)
     d = numbers(q.ndim)
-    spec = Spec(scale=1.0, causal=True, segments=((0, d.length), (0, d.keys)))
+    spec = Spec(
+        scale=1.0, causal=True, extras=(("segments", (0, d.length)), ("key segments", (0, d.keys)))
+    )
     segments = cudnn._Segments(spec, q, (ids, ids))
     assert bool(segments.in_rows) == in_rows
     assert not cudnn._Segments(spec, q, (ids, ids[::-1])).in_rows

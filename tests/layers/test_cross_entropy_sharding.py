@@ -11,7 +11,7 @@ from combinations import half
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import accumulate_gradients, linear_cross_entropy
+from normfuse import linear_cross_entropy
 
 BATCH, SEQ, N, VOCABULARY, IGNORE = 8, 16, 24, 64, -100
 OPTIONS = {"ignore": IGNORE, "softcap": 5.0, "z_loss": 0.1, "chunk_rows": 6}
@@ -156,47 +156,6 @@ def test_in_shard_map(eight_devices, rng):
     one = lambda k, x, labels, w: linear_cross_entropy(x, k, labels, weights=w, **OPTIONS)
     each = lambda k: jax.vmap(functools.partial(one, k))(x, labels, weights)
     close((values, dkernel), (each(kernel), jax.grad(lambda k: each(k).sum())(kernel)))
-
-
-def test_a_mesh_that_is_partly_manual_is_served_by_plain_hlo(eight_devices, rng):
-    x, kernel, labels = draw(rng)
-    types = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    fn = lambda x, kernel, labels: linear_cross_entropy(x, kernel, labels, **OPTIONS)[None]
-    run = jax.shard_map(
-        fn,
-        mesh=mesh,
-        in_specs=(P("data"), P(), P("data")),
-        out_specs=P("data"),
-        axis_names={"data"},
-    )
-    with jax.set_mesh(mesh):
-        found = jax.jit(run)(x, kernel, labels)
-    parts = [a.reshape(4, 2, *a.shape[1:]) for a in (x, labels)]
-    close(found, jax.vmap(lambda x, labels: fn(x, kernel, labels)[0])(*parts))
-
-
-def test_replicas_reduce_the_kernels_gradient_once(eight_devices, rng):
-    """Microbatches of data-parallel replicas: no collective in the loop, and one after it."""
-    x, kernel, labels = draw(rng, dtype=jnp.bfloat16)
-    batches = jnp.stack([x, -x, 2 * x]), jnp.stack([labels] * 3)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def loss(kernel, batch):
-        x, labels = batch
-        return linear_cross_entropy(x, kernel, labels, reduction="sum", ignore=IGNORE) / 100
-
-    run = lambda k, b: accumulate_gradients(loss, k, b)
-    split = lambda k, b: accumulate_gradients(loss, k, b, replicas="data", specs=P())
-    rows = NamedSharding(mesh, P(None, "data"))
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(batches, rows)
-        compiled = jax.jit(split).lower(kernel, placed).compile()
-        value, gradient = compiled(kernel, placed)
-    expected = run(kernel, batches)
-    # The mean over replicas of sums over their rows is an eighth of the sum.
-    close((8 * value, 8 * gradient), expected, 1e-2)
-    assert hlo.communicated(compiled)["all-reduce", "f32"] <= N * VOCABULARY + 8
 
 
 @pytest.mark.parametrize("contract, reduction", [(0, "none"), (1, "sum")])

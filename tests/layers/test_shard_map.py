@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from reference import Expected
-from rms_norm_cases import Batch, Case, put, total
+from rms_norm_cases import Batch, put, total
 
 from normfuse import dense
 
@@ -109,18 +108,6 @@ def test_nested(case, serve, auto_mesh):
     with jax.set_mesh(auto_mesh):
         outer = over("data", over("model", case), mesh=auto_mesh)
         serve(case, outer, *case.args, expected=case.values())
-
-
-def test_features_in_hand(serve, auto_mesh):
-    """`shard_map` over the features: each device normalises what it holds"""
-    case, spec = Case("rms_norm", (8, 2, 64)), P("data", None, "model")
-    options = {"in_specs": (spec, P("model")), "out_specs": spec}
-    fn = jax.shard_map(case, mesh=auto_mesh, **options)
-    x, scale = case.args
-    halves = [case.replace(args=(x[..., h], scale[h])) for h in (slice(0, 32), slice(32, 64))]
-    parts = [h.values()[0] for h in halves]
-    joined = [np.concatenate([getattr(p, k) for p in parts], -1) for k in ("value", "size")]
-    serve(case, fn, *case.args, expected=[Expected(*joined, 32)])
 
 
 @CHECKS
