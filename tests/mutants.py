@@ -894,12 +894,6 @@ MUTANTS = [
     ),
     Mutant(
         "train/data.py",
-        'document = np.searchsorted(self._ends, pairs, side="right")',
-        'document = np.searchsorted(self._ends, pairs, side="left")',
-        "tests/train/test_documents.py::test_rows_hold_pairs_of_a_documents_tokens",
-    ),
-    Mutant(
-        "train/data.py",
         ".seed(seed).shuffle().repeat()",
         ".seed(seed).shuffle().repeat(reseed_each_epoch=False)",
         "tests/train/test_data.py::test_every_pass_reads_every_window_once_in_its_own_order",

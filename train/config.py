@@ -7,7 +7,6 @@ once.
 
 import dataclasses
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
@@ -16,7 +15,7 @@ import tyro
 from ..models.config import PRESETS, TransformerConfig
 from . import UsageError
 from .arguments import expanded, named, one_line
-from .tokenizer import vocabulary_of
+from .tokenizer import make_tokenizer
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
 MuDtype = Literal["float32", "bfloat16"]
@@ -33,13 +32,9 @@ class DataConfig:
 
     path: Annotated[str | None, _arg("FILE|DIR|GLOB")] = None
     """A file, a directory or a glob; without it, the sources of Python's standard library."""
-    tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|bpe:N|FILE")] = "byte"
-    """Bytes; a byte-pair encoding of N tokens, trained on the text; or a Hugging Face
-    tokenizer.json. Unless --model.vocab-size is given, the model has its tokens, and is rounded up
-    to a multiple of 128."""
-    documents: bool = False
-    """Each file is a document, and each line of a .jsonl or .ndjson file is one, its "text". Rows
-    are packed with documents, and no token attends to, or is predicted from, another document."""
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|FILE")] = "byte"
+    """Bytes, or a Hugging Face tokenizer.json. Unless --model.vocab-size is given, the model has
+    its tokens, rounded up to a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +232,7 @@ def preset_config(preset: Preset) -> TrainConfig:
 _GONE = {
     "tensorboard": "read OUT_DIR/metrics.jsonl",
     "lock-timeout": "a run whose --out-dir is in use fails at once",
+    "data.documents": "put the documents into one text, each with an end of its own after it",
     "watchdog": "end a run that hangs by `timeout`",
     "mesh.keep-gathered": "--model.remat none gathers kernels once",
     "mesh.parts": "leave it out",
@@ -266,9 +262,10 @@ def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, li
     preset = cast(Preset, _flag(flags, "--preset") or preset)
     # tyro reports an unknown one
     config = preset_config(preset if preset in get_args(Preset) else "tiny")
-    vocabulary = vocabulary_of(_flag(flags, "--data.tokenizer") or config.data.tokenizer)
-    if vocabulary is not None and _flag(flags, "--model.vocab-size") is None:
-        model = dataclasses.replace(config.model, vocab_size=vocabulary)
+    tokenizer = _flag(flags, "--data.tokenizer") or "byte"
+    if tokenizer != "byte" and _flag(flags, "--model.vocab-size") is None:
+        size = make_tokenizer(tokenizer).vocab_size
+        model = dataclasses.replace(config.model, vocab_size=-(-size // 128) * 128)
         config = dataclasses.replace(config, model=model)
     return config, flags
 
@@ -301,8 +298,7 @@ def _file_flags(path: Path) -> list[str]:
 def absolute(data: DataConfig) -> DataConfig:
     """Returns the settings of a text with absolute paths: the same from any folder."""
     lasting = lambda path: os.path.abspath(os.path.expanduser(path))
-    is_file = data.tokenizer != "byte" and not re.fullmatch("bpe:[0-9]+", data.tokenizer)
-    tokenizer = lasting(data.tokenizer) if is_file else data.tokenizer
+    tokenizer = data.tokenizer if data.tokenizer == "byte" else lasting(data.tokenizer)
     return dataclasses.replace(data, path=data.path and lasting(data.path), tokenizer=tokenizer)
 
 

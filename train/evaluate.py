@@ -15,7 +15,6 @@ from ..models.sharding import BATCH
 from .data import Windows
 from .mesh import batch_sharding, on_devices
 from .metrics import NATS_PER_BIT
-from .step import parts_of
 
 
 class Validation(NamedTuple):
@@ -35,8 +34,7 @@ class Validation(NamedTuple):
 class Evaluator:
     """Measures the mean loss over windows of `seq_len` tokens, spread evenly over a text.
 
-    `documents` is the number of tokens of each document, where these are packed. `batch_size`
-    windows are computed at once; they must divide over the mesh.
+    `batch_size` windows are computed at once; they must divide over the mesh.
     """
 
     def __init__(
@@ -48,9 +46,8 @@ class Evaluator:
         seq_len: int,
         batch_size: int,
         tokens_per_byte: float = 1.0,
-        documents: np.ndarray | None = None,
     ) -> None:
-        self._windows = Windows(tokens, seq_len, documents)
+        self._windows = Windows(tokens, seq_len)
         self._seq_len, self._batch_size = seq_len, batch_size
         self._tokens_per_byte = tokens_per_byte
         self._rows = batch_sharding(mesh)
@@ -58,7 +55,7 @@ class Evaluator:
 
         def loss_sum(params: Params, tokens: Array, weights: Array) -> Array:
             options = {"reduction": "none", "logits_dtype": jnp.float32}
-            losses = model.loss(params, *parts_of(tokens), **options)
+            losses = model.loss(params, tokens[:, :-1], tokens[:, 1:], **options)
             return jnp.sum(losses.mean(axis=1) * weights)
 
         self._loss_sum = jax.jit(loss_sum)

@@ -33,7 +33,6 @@ from .lock import locked
 from .loop import BadStep, Loop
 from .mesh import batch_sharding, check_model, make_mesh, on_devices
 from .metrics import MetricsLog
-from .profiling import Profiler
 from .report import plot_loss
 from .run_dir import RunDir
 from .shutdown import StopRequest
@@ -42,6 +41,7 @@ from .text import Text, read
 from .tokenizer import Bpe
 
 _LAST_STEPS = 20  # the run prints their mean loss at the end
+_UNTRACED, _TRACED = 5, 5  # steps before and in the trace of `--profile`
 
 
 def train(config: TrainConfig) -> None:
@@ -87,7 +87,6 @@ class Run:
         config, text, mesh = self.config, self.text, self.mesh
         self.first = distributed.is_first()
         self.program = make_program(config, config.transformer(), mesh)
-        training, held_out = text.documents or (None, None)
         self.record = make_record(config, text.identity())
         self.evaluator = Evaluator(
             self.program.model,
@@ -96,7 +95,6 @@ class Run:
             seq_len=config.seq_len,
             batch_size=config.batch_size // config.microbatches,
             tokens_per_byte=text.tokens_per_byte,
-            documents=held_out,
         )
         self.batches = functools.partial(
             batches,
@@ -104,7 +102,6 @@ class Run:
             seq_len=config.seq_len,
             batch_size=config.batch_size,
             seed=config.seed,
-            documents=training,
         )
 
     def go(self, stack: ExitStack) -> None:
@@ -163,9 +160,7 @@ class Run:
         version = importlib.metadata.version("normfuse")
         model = f"{config.preset}, {parameters} parameters, {config.framework}"
         fact("model", f"{model}, {config.precision} (normfuse {version})")
-        documents = text.identity().get("documents")
-        packed = "" if documents is None else f"{documents:,} documents, "
-        fact("text", f"{text.name}, {text.files} files, {packed}{text.size:,} bytes")
+        fact("text", f"{text.name}, {text.files} files, {text.size:,} bytes")
         fact("sha256", text.sha256)
         axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         fact("mesh", f"{axes}, of {mesh.size} {mesh.devices.flat[0].device_kind} devices")
@@ -215,12 +210,15 @@ class Run:
     def _loop(self, step: jax.stages.Compiled, state: State, done: int) -> tuple[State, int]:
         config = self.config
         rows = batch_sharding(self.mesh)
-        profiler = Profiler(self.out.profile) if config.profile else None
+        tracing, first = ExitStack(), done + 1 + _UNTRACED
 
         def on_step(step: int, settle: Callable[[], None]) -> None:
             self.checkpoints.check()  # reports a failed save before the next one is due
-            if profiler:
-                profiler.before(step, settle)
+            if config.profile and step in (first, first + _TRACED):
+                settle()
+                tracing.close()
+                if step == first:
+                    tracing.enter_context(jax.profiler.trace(str(self.out.profile)))
 
         loop = Loop(
             config,
@@ -241,8 +239,7 @@ class Run:
         except BadStep as bad:
             raise self._stopped_by_guard(bad) from None
         finally:
-            if profiler:
-                profiler.stop()
+            tracing.close()
 
     def _evaluate(self, params: Params, tokens: int) -> Validation | None:
         # Several processes must compute the same batches, so a signal may interrupt only one alone.

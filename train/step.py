@@ -1,11 +1,10 @@
 """One optimizer step: loss, gradient, guard, update; compiled once, its state updated in place."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -24,7 +23,6 @@ from .mesh import batch_sharding, make_sharding
 # versions before JAX 0.12's take products away before they look for sums, which costs a pass over
 # the gradient of q, k and v with respect to x, and over that of gate and up.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-ArrayT = TypeVar("ArrayT", np.ndarray, Array)
 _USUAL_STEPS = 20  # the mean loss that spikes are compared with covers about so many
 
 
@@ -59,7 +57,6 @@ class Program:
     microbatches: int  # parts of a batch
     skip_limit: int  # updates that may be skipped before the run is halted
     spike: float = 0.0  # a loss above so many times the usual is bad; 0: only one not finite
-    documents: bool = False  # rows are packed documents
 
     def abstract(self) -> State:
         """Returns the state's shapes, dtypes and shardings, without allocating it."""
@@ -81,8 +78,8 @@ class Program:
 
         The compiled step accepts exactly these shapes and shardings: a run cannot compile twice.
         """
-        shape = (batch_size, 3, seq_len) if self.documents else (batch_size, seq_len + 1)
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
+        rows = batch_sharding(self.mesh)
+        tokens = jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.int32, sharding=rows)
         state = self.abstract()
         out = (jax.tree.map(lambda x: x.sharding, state), NamedSharding(self.mesh, P()))
         options = GPU_OPTIONS if _on_gpus(self.mesh) else None
@@ -145,7 +142,6 @@ def make_program(config: TrainConfig, transformer: TransformerConfig, mesh: Mesh
         config.microbatches,
         guard_limit(config.guard),
         config.spike,
-        config.data.documents,
     )
 
 
@@ -182,16 +178,6 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     return optax.chain(clip, adamw)
 
 
-def parts_of(rows: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT | None]:
-    """Returns the inputs, targets and segment ids of a batch, `(batch, seq_len)` each.
-
-    Without documents there are no ids.
-    """
-    if rows.ndim == 2:
-        return rows[:, :-1], rows[:, 1:], None
-    return rows[:, 0], rows[:, 1], rows[:, 2]
-
-
 def loss_and_gradient(
     model: Functional,
     params: Params,
@@ -210,7 +196,7 @@ def loss_and_gradient(
       tokens: a batch of `data.batches`, rows split over "data" and "fsdp".
       microbatches: parts; times the mesh's "data" and "fsdp" they divide the batch.
     """
-    loss = lambda model: lambda params, rows: model.loss(params, *parts_of(rows))
+    loss = lambda model: lambda params, rows: model.loss(params, rows[:, :-1], rows[:, 1:])
     if microbatches == 1:
         return jax.value_and_grad(loss(model))(params, tokens)
     # Under the `vmap` over replicas "data" is the mapped axis.
@@ -272,7 +258,7 @@ def _row_major(x: Array) -> Array:
 
 
 def _split(tokens: Array, microbatches: int, replicas: int, fsdp: int) -> Array:
-    """Splits a batch into `(microbatches, rows, …)`; each device keeps its rows."""
-    rows = tokens.reshape(replicas, fsdp, microbatches, -1, *tokens.shape[1:])
-    rows = jnp.moveaxis(rows, 2, 0).reshape(microbatches, -1, *tokens.shape[1:])
+    """Splits a batch into `(microbatches, rows, tokens)`; each device keeps its rows."""
+    rows = tokens.reshape(replicas, fsdp, microbatches, -1, tokens.shape[1])
+    rows = jnp.moveaxis(rows, 2, 0).reshape(microbatches, -1, tokens.shape[1])
     return jax.lax.with_sharding_constraint(rows, P(None, ("data", "fsdp"), None))

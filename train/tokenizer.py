@@ -1,9 +1,9 @@
-"""Tokenizers: bytes, or byte-pair encodings of the `tokenizers` package."""
+"""Tokenizers: bytes, or Hugging Face's `tokenizer.json`, of the `tokenizers` package."""
 
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,7 @@ from . import UsageError
 from .arguments import expanded, named
 
 _PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes for each
-_BATCH = 8 * _PIECE  # characters encoded in parallel
-_END = "<|endoftext|>"
+_BATCH = 8  # pieces encoded in parallel
 
 
 class Bytes:
@@ -24,10 +23,6 @@ class Bytes:
     def encode(self, content: bytes) -> np.ndarray:
         """Returns a text's tokens, unsigned integers."""
         return np.frombuffer(content, np.uint8)
-
-    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of all documents, and the number of tokens of each."""
-        return self.encode(b"".join(documents)), np.array([*map(len, documents)], np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without those beyond the vocabulary."""
@@ -52,19 +47,13 @@ class Bpe:
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, content: bytes) -> np.ndarray:
-        return self.encode_each([content])[0]
-
-    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         tokens = [np.zeros(0, dtype)]
-        counts = np.zeros(len(documents), np.int64)
-        for batch in _batches(documents):
-            pieces = [piece for _, piece in batch]
-            encodings = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
-            for (at, _), encoding in zip(batch, encodings, strict=True):
-                tokens.append(np.array(encoding.ids, dtype))
-                counts[at] += len(encoding.ids)
-        return np.concatenate(tokens), counts
+        pieces = _pieces(content.decode(errors="replace"))
+        while batch := list(itertools.islice(pieces, _BATCH)):
+            encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
+            tokens += [np.array(encoding.ids, dtype) for encoding in encodings]
+        return np.concatenate(tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         known = [int(token) for token in tokens if token < self.vocab_size]
@@ -98,30 +87,20 @@ class Bpe:
 Tokenizer = Bytes | Bpe
 
 
-def make_tokenizer(name: str, content: Iterable[bytes], saved: Path | None = None) -> Tokenizer:
-    """Returns the tokenizer that `--data.tokenizer` names.
-
-    Args:
-      name: "byte"; "bpe:N", trained on the text to N tokens; or a `tokenizer.json`.
-      content: the text to train it on.
-      saved: the file of a run's trained tokenizer; read instead of training, if it exists.
+def make_tokenizer(name: str) -> Tokenizer:
+    """Returns the tokenizer that `--data.tokenizer` names: "byte", or a `tokenizer.json`.
 
     Raises:
       UsageError: the file does not exist or is invalid, or the package is missing.
     """
     if name == "byte":
         return Bytes()
-    if (size := _trained_size(name)) is None:
-        return read_tokenizer(expanded(name, "--data.tokenizer"))
-    if saved is not None and saved.exists():
-        return Bpe(read_tokenizer(saved).content, name)
-    return Bpe(_trained(size, content), name)
-
-
-def _trained_size(name: str) -> int | None:
-    """Returns the number of tokens of an encoding to train, None for another name's."""
-    match = re.fullmatch(r"bpe:([0-9]{1,9})", name)
-    return None if match is None else int(match[1])
+    if re.fullmatch("bpe:[0-9]+", name):
+        raise UsageError(
+            f"--data.tokenizer {name}: normfuse trains no tokenizer any more. Train one by the "
+            "package `tokenizers` (docs/guides/training.md has the command), and give its file."
+        )
+    return read_tokenizer(expanded(name, "--data.tokenizer"))
 
 
 def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
@@ -139,70 +118,16 @@ def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
         raise
     except Exception as error:  # the package raises a bare Exception
         raise UsageError(
-            f"{argument} {path} is not a valid tokenizer.json: {error}. Give another one, `byte` "
-            "or `bpe:N`; delete that of a run to train it again."
+            f"{argument} {path} is not a valid tokenizer.json: {error}. Give another, or `byte`."
         ) from None
 
 
-def vocabulary_of(name: str) -> int | None:
-    """Returns the vocabulary of a model that reads `--data.tokenizer`'s tokens; None for bytes.
-
-    It is a multiple of 128, which GEMMs and mesh axes divide.
-
-    Raises:
-      UsageError: as `make_tokenizer`.
-    """
-    if name == "byte":
-        return None
-    if (size := _trained_size(name)) is None:
-        size = read_tokenizer(expanded(name, "--data.tokenizer")).vocab_size
-    return -(-size // 128) * 128
-
-
-def _trained(vocab_size: int, content: Iterable[bytes]) -> str:
-    """Trains a byte-level BPE; the result depends on the text alone."""
-    import tokenizers as package
-
-    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
-    least = len(alphabet) + 1
-    if vocab_size < least:
-        raise UsageError(
-            f"--data.tokenizer bpe:{vocab_size} must have at least {least} tokens: all bytes and "
-            f"{_END}."
-        )
-    tokenizer = package.Tokenizer(package.models.BPE())
-    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = package.decoders.ByteLevel()
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=sorted(alphabet),
-        special_tokens=[_END],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((piece for text in content for piece in _pieces(text)), trainer)
-    return tokenizer.to_str()
-
-
-def _pieces(content: bytes) -> Iterator[str]:
+def _pieces(text: str) -> Iterator[str]:
     """Splits a text into pieces of at most `_PIECE`, after line ends where these are close."""
-    text, start = content.decode(errors="replace"), 0
+    start = 0
     while start < len(text):
         end = min(start + _PIECE, len(text))
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
         yield text[start:end]
         start = end
-
-
-def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[int, str]]]:
-    """Yields the pieces of all documents, each with its document's number, some at a time."""
-    batch, size = [], 0
-    for at, document in enumerate(documents):
-        for piece in _pieces(document):
-            if size + len(piece) > _BATCH:
-                yield batch
-                batch, size = [], 0
-            batch.append((at, piece))
-            size += len(piece)
-    if batch:
-        yield batch

@@ -45,8 +45,7 @@ _USAGE = [
     ({"config": "/nowhere.yaml"}, ["--config /nowhere.yaml cannot be read"]),
     ({"tensorboard": True}, ["--tensorboard", "metrics.jsonl"]),
     ({"sample.tokens": 9}, ["--sample.tokens is no longer there", "normfuse generate"]),
-    ({"data.tokenizer": "bpe:256"}, ["--data.tokenizer bpe:256", "at least 257"]),
-    ({"data.tokenizer": __file__}, [f"{__file__} is not a valid tokenizer.json", "`bpe:N`"]),
+    ({"data.tokenizer": __file__}, [f"{__file__} is not a valid tokenizer.json", "`byte`"]),
     ({"mesh.dta": 3}, ["--mesh.dta", "Perhaps you meant", "--mesh.data"]),
     ({"preset": "huge"}, ["huge", "tiny"]),
 ]

@@ -71,10 +71,10 @@ def test_mistakes_in_a_file_name_the_setting_and_the_value(yaml_file, capsys, co
 
 
 def test_switches_are_set_and_unset(yaml_file):
-    older = "tensorboard: false\nsample: {tokens: 9}\n"  # settings that are no longer there
-    path = yaml_file(f"profile: true\ndata: {{documents: true}}\nmodel.gated: false\n{older}")
-    config = parse(["train", "--config", str(path), "--data.no-documents"])
-    assert (config.profile, config.data.documents, config.model.gated) == (True, False, False)
+    path = yaml_file("profile: true\nmesh: {sequence: true}\nmodel.tie_embeddings: false\n")
+    config = parse(["train", "--config", str(path), "--mesh.no-sequence"])
+    assert (config.profile, config.mesh.sequence) == (True, False)
+    assert not config.model.tie_embeddings and parse(["train"]).model.tie_embeddings
 
 
 def test_empty_file_changes_nothing(yaml_file):

@@ -9,7 +9,6 @@ import pytest
 
 from normfuse.train import metrics
 from normfuse.train.cli import main
-from normfuse.train.profiling import table
 from normfuse.train.report import Figure, plot_loss
 from normfuse.train.run_dir import RunDir, RunResults
 
@@ -65,8 +64,3 @@ def test_loss_is_drawn_in_bits_per_byte(finished, tmp_path, drawn):
     np.testing.assert_allclose(curves["whole: training"].get_ydata(), bits, rtol=1e-12)
     np.testing.assert_allclose(curves["pairs: training"].get_ydata(), bits / 4, rtol=1e-12)
     assert any(label.startswith("whole: validation") for label in curves)
-
-
-def test_a_profile_lists_the_longest_operations_first():
-    lines = table({"loop_add_fusion": 5.0, "nvjet_tst_128x256": 10.0}, 5).splitlines()
-    assert lines[1:] == ["    2.000  66.7%  nvjet_tst_128x256", "    1.000  33.3%  loop_add_fusion"]

@@ -59,8 +59,8 @@ def test_settings_that_say_how_are_told_by_their_names():
     other = replace(config, model=replace(config.model, gated=False))
     with pytest.raises(UsageError, match="model.gated saved True, now False"):
         check_resume(record, other, text)
-    with pytest.raises(UsageError, match="text.documents saved None, now 3"):
-        check_resume(record, config, text | {"documents": 3})
+    with pytest.raises(UsageError, match="text.size saved None, now 3"):
+        check_resume(record, config, text | {"size": 3})
     with pytest.raises(UsageError, match="of format 1; this version reads and writes 2"):
         check_resume(record | {"format": 1}, config, text)
 
