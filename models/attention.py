@@ -46,22 +46,17 @@ class Cache(NamedTuple):
         return cls(layers, jnp.int32(0))
 
 
-def rope_table(
-    config: TransformerConfig, start: Array | int, seq: int, local: bool = False
-) -> Rope:
+def rope_table(config: TransformerConfig, start: Array | int, seq: int) -> Rope:
     """Tabulates the angles `position * theta^(-2i / head_dim)` of positions `start`, `start + 1`, …
 
-    `start` may be `(batch,)`, for sequences of different lengths. `local`: for local layers.
+    `start` may be `(batch,)`, for sequences of different lengths.
 
     References: Su et al., RoFormer, arXiv:2104.09864.
     """
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    theta, scaling = config.rope_theta, config.rope_scaling
-    if local and config.local_rope_theta is not None:
-        theta, scaling = config.local_rope_theta, None
-    frequencies = 1.0 / theta**exponents
-    if scaling is not None:
-        frequencies = _scaled(frequencies, scaling)
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling is not None:
+        frequencies = _scaled(frequencies, config.rope_scaling)
     angles = jnp.multiply.outer(_positions(start, seq).astype(jnp.float32), frequencies)
     return Rope(jnp.cos(angles), jnp.sin(angles), start)
 
@@ -71,8 +66,6 @@ def _positions(start: Array | int, seq: int) -> Array:
 
 
 def _scaled(frequencies: Array, scaling: RopeScaling) -> Array:
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # over the trained length
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
@@ -105,8 +98,6 @@ def attend(
     start: Array | int,
     implementation: AttentionImplementation,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
     window: int | None = None,
     segments: Array | None = None,
 ) -> tuple[Array, KeyValue | None]:
@@ -121,8 +112,6 @@ def attend(
       start: position of the first token: a scalar, or `(batch,)` for each sequence.
       implementation: of `normfuse.attention`, for calls without a cache: "xla" or "cudnn", "auto"
         for the best here.
-      scale: of the scores; `1 / sqrt(head_dim)` when None.
-      softcap: bounds the scores s as `softcap * tanh(s / softcap)`.
       window: how many tokens each attends to, itself included; all when None.
       segments: `(batch, seq)` integers, without a cache; tokens attend to those of their own.
     Returns: `(batch, seq, num_heads, head_dim)` in the dtype of `q`, and the cache with this
@@ -130,16 +119,10 @@ def attend(
     """
     if cache is not None:
         cache = KeyValue(_add(cache.keys, k, start), _add(cache.values, v, start))
-        return _attend_past(q, cache.keys, cache.values, start, scale, softcap, window), cache
+        return _attend_past(q, cache.keys, cache.values, start, window), cache
     served_by = None if implementation == "auto" else implementation
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": window}
-    options["segment_ids"] = segments
+    options: dict[str, Any] = {"window": window, "segment_ids": segments}
     return attention(q, k, v, causal=True, implementation=served_by, **options), None
-
-
-def soft_capped(x: Array, cap: float | None) -> Array:
-    """`cap * tanh(x / cap)`: x bounded; x itself without a cap."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def _add(past: Array, new: Array, start: Array | int) -> Array:
@@ -154,8 +137,6 @@ def _attend_past(
     k: Array,
     v: Array,
     start: Array | int,
-    scale: float | None,
-    softcap: float | None,
     window: int | None,
 ) -> Array:
     batch, seq, heads, width = q.shape
@@ -168,8 +149,7 @@ def _attend_past(
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (batch, kv_heads, length, head_dim)
     wide = compute_dtype(q.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    scores = product("bkrh,bksh->bkrs", q, k) * (width**-0.5 if scale is None else scale)
-    scores = soft_capped(scores, softcap)
+    scores = product("bkrh,bksh->bkrs", q, k) * width**-0.5
     positions = jnp.tile(_positions(start, seq), group)[..., None]
     keys = jnp.expand_dims(jnp.arange(length), range(positions.ndim - 1))
     seen = keys <= positions  # ([batch,] group * seq, length)

@@ -11,7 +11,6 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Remat = Literal["none", "block", "dots"]
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 Implementation = Literal["native", "pallas", "xla"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 Quantization = Literal["fp8"]
 
 
@@ -19,9 +18,8 @@ Quantization = Literal["fp8"]
 class RopeScaling:
     """Scaling of the rotary wavelengths for sequences beyond the length trained on.
 
-    With `kind="linear"` all wavelengths grow by `factor`. With "llama3" (Llama 3.1) those above
-    `original_max_seq_len / low_freq_factor` do, those below `original_max_seq_len /
-    high_freq_factor` stay, and those between are interpolated.
+    As in Llama 3.1 those above `original_max_seq_len / low_freq_factor` grow by `factor`, those
+    below `original_max_seq_len / high_freq_factor` stay, and those between are interpolated.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.
@@ -31,7 +29,6 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
-    kind: Literal["llama3", "linear"] = "llama3"
 
     def __post_init__(self) -> None:
         _check(_in_float32(self.factor, 1), "factor", self.factor, "must be at least 1, and finite")
@@ -39,14 +36,13 @@ class RopeScaling:
         ordered = all(_in_float32(factor, 0) for factor in both) and 0 < both[0] < both[1]
         _check(ordered, "low_freq_factor, high_freq_factor", both, "must be positive and ascending")
         _check_size("original_max_seq_len", self.original_max_seq_len)
-        _one_of("kind", self.kind, ("llama3", "linear"))
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, gated MLP.
 
-    By default Llama's. The other fields make it Qwen's, Mistral's, OLMo's or Gemma's.
+    By default Llama's. The other fields make it Qwen's or Mistral's.
 
     Attributes:
       vocab_size: number of tokens.
@@ -60,23 +56,10 @@ class TransformerConfig:
       rope_theta: base of the rotary wavelengths.
       rope_scaling: scaling of them, or None.
       norm_eps: added to the mean square in every RMSNorm.
-      qk_norm: normalise the queries and keys (Qwen3).
+      qk_norm: normalise each head's queries and keys (Qwen3).
       tie_embeddings: the embedding is also the output projection.
       attention_bias: biases on the query, key and value projections (Qwen2).
-      norm_offset: added to every norm's scale, which then starts from `1 - norm_offset` (Gemma: 1).
-      norms: where a block normalises: "pre", the input of attention and of the MLP; "post", their
-        output before it is added (OLMo 2); "both" (Gemma 2).
-      qk_norm_over: what `qk_norm` normalises: each "head", or the whole "projection" (OLMo 2).
-      query_scale_dim: attention's scores are divided by its square root; None: `head_dim`.
-      attention_softcap: bounds the scores s as `cap * tanh(s / cap)` (Gemma 2); None: no bound.
-      sliding_window: tokens that a local layer attends to, the token itself included; None: no
-        layer is local.
-      layer_pattern: a letter for each layer, repeated: L local, G global (Gemma 3: LLLLLG).
-      local_rope_theta: of local layers, without `rope_scaling`; None: as in the others.
-      activation: of the MLP.
-      gated: the MLP is `down(activation(gate(x)) * up(x))`; if not, `down(activation(up(x)))`.
-      scale_embeddings: multiply embeddings by `sqrt(dim)` where they are read (Gemma).
-      logits_softcap: bounds the logits as `cap * tanh(logits / cap)`; None: no bound.
+      sliding_window: how many tokens each attends to, itself included (Mistral); None: all before.
       dtype: compute dtype: residual stream, GEMM operands, norms' results. Logits are float32
         (float64 when this is float64).
       param_dtype: dtype the parameters are stored in.
@@ -112,18 +95,7 @@ class TransformerConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     attention_bias: bool = False
-    norm_offset: float = 0.0
-    norms: Literal["pre", "post", "both"] = "pre"
-    qk_norm_over: Literal["head", "projection"] = "head"
-    query_scale_dim: float | None = None
-    attention_softcap: float | None = None
     sliding_window: int | None = None
-    layer_pattern: str = "L"
-    local_rope_theta: float | None = None
-    activation: Activation = "silu"
-    gated: bool = True
-    scale_embeddings: bool = False
-    logits_softcap: float | None = None
     dtype: Dtype = "float32"
     param_dtype: Dtype = "float32"
     remat: Remat = "none"
@@ -139,15 +111,12 @@ class TransformerConfig:
         _check(heads % kv_heads == 0, "num_heads", heads, rule)
         even = self.head_dim % 2 == 0
         _check(even, "head_dim", self.head_dim, "must be even: rotary embedding turns pairs")
-        eps, offset, scaling = self.norm_eps, self.norm_offset, self.rope_scaling
+        eps, theta, scaling = self.norm_eps, self.rope_theta, self.rope_scaling
         _check(_in_float32(eps, 0), "norm_eps", eps, "must be finite and not negative")
-        _check(_in_float32(offset, -_LARGEST), "norm_offset", offset, "must be finite")
-        for name, least in ("rope_theta", 1), *((name, 0) for name in _POSITIVE):
-            value = getattr(self, name)
-            above = _in_float32(value, least) and value != least
-            absent = value is None and name != "rope_theta"
-            _check(above or absent, name, value, f"must be finite, above {least}")
-        self._check_windows()
+        above = _in_float32(theta, 1) and theta != 1
+        _check(above, "rope_theta", theta, "must be finite, above 1")
+        if self.sliding_window is not None:
+            _check_size("sliding_window", self.sliding_window)
         known = scaling is None or isinstance(scaling, RopeScaling)
         _check(known, "rope_scaling", scaling, "must be a RopeScaling or None")
         for field in dataclasses.fields(self):
@@ -161,29 +130,9 @@ class TransformerConfig:
         given = self.implementation
         for name in given if isinstance(given, tuple) else () if given is None else (given,):
             _one_of("implementation", name, get_args(Implementation))
-        if self.attention == "cudnn" and self.attention_softcap is not None:
-            rule = f"cannot go with attention_softcap={self.attention_softcap}: cuDNN has none"
-            raise ValueError(f"attention='cudnn' {rule}.")
-
-    def _check_windows(self) -> None:
-        pattern, theta = self.layer_pattern, self.local_rope_theta
-        letters = isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}
-        _check(bool(letters), "layer_pattern", pattern, "must be letters L (local) and G (global)")
-        if self.sliding_window is not None:
-            _check_size("sliding_window", self.sliding_window)
-        elif theta is not None:
-            raise ValueError(
-                f"local_rope_theta={theta!r} needs a sliding_window: no layer is local."
-            )
-
-    def is_local(self, layer: int) -> bool:
-        """Returns whether a layer attends to `sliding_window` tokens only."""
-        pattern = self.layer_pattern
-        return self.sliding_window is not None and pattern[layer % len(pattern)] == "L"
 
 
 _SIZES = "vocab_size dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len".split()
-_POSITIVE = "local_rope_theta query_scale_dim attention_softcap logits_softcap".split()
 _LARGEST = 3.4028234663852886e38  # float32's
 
 
@@ -227,42 +176,26 @@ PRESETS: dict[str, TransformerConfig] = {
 
 def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Lists every parameter's canonical name with its shape, in the order of computation."""
-    first, block, last = _shapes(config)
-    blocks = {
-        f"layers.{i}.{name}": shape
-        for i in range(config.num_layers)
-        for name, shape in block.items()
-    }
-    return first | blocks | last
-
-
-def _shapes(c: TransformerConfig) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """The parameters before the blocks, of one block, and after them."""
+    c = config
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    block: dict[str, tuple[int, ...]] = {}
-    norm = lambda name: {f"{name}.scale": (c.dim,)}
-    before, after = c.norms != "post", c.norms != "pre"
-    block |= norm("attention_norm") if before else {}
+    block: dict[str, tuple[int, ...]] = {"attention_norm.scale": (c.dim,)}
     for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
         block[f"attention.{name}.kernel"] = (c.dim, width)
         block |= {f"attention.{name}.bias": (width,)} if c.attention_bias else {}
-    for name, width in ("q", heads), ("k", kv_heads):
-        normalised = c.head_dim if c.qk_norm_over == "head" else width
-        block |= {f"attention.{name}_norm.scale": (normalised,)} if c.qk_norm else {}
+    for name in ("q_norm", "k_norm") if c.qk_norm else ():
+        block[f"attention.{name}.scale"] = (c.head_dim,)
     block["attention.o.kernel"] = (heads, c.dim)
-    block |= norm("attention_post_norm") if after else {}
-    block |= norm("mlp_norm") if before else {}
-    for name in ("gate", "up") if c.gated else ("up",):
+    block["mlp_norm.scale"] = (c.dim,)
+    for name in "gate", "up":
         block[f"mlp.{name}.kernel"] = (c.dim, c.mlp_dim)
     block["mlp.down.kernel"] = (c.mlp_dim, c.dim)
-    block |= norm("mlp_post_norm") if after else {}
-    head: dict[str, tuple[int, ...]] = {"head.kernel": (c.dim, c.vocab_size)}
-    last = norm("norm") | ({} if c.tie_embeddings else head)
-    return {"embed.embedding": (c.vocab_size, c.dim)}, block, last
+    every: dict[str, tuple[int, ...]] = {"embed.embedding": (c.vocab_size, c.dim)}
+    for i in range(c.num_layers):
+        every |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
+    every["norm.scale"] = (c.dim,)
+    return every if c.tie_embeddings else every | {"head.kernel": (c.dim, c.vocab_size)}
 
 
 def num_parameters(config: TransformerConfig) -> int:
     """Counts every parameter, a tied embedding once."""
-    count = lambda shapes: sum(map(math.prod, shapes.values()))
-    first, block, last = map(count, _shapes(config))
-    return first + config.num_layers * block + last
+    return sum(map(math.prod, shapes(config).values()))

@@ -14,7 +14,7 @@ from ..layers.eqx import Linear as _Linear
 from ..layers.eqx import RMSNorm as _RMSNorm
 from ..layers.norm import rms_norm
 from . import parameters, transformer
-from .config import Activation, TransformerConfig
+from .config import TransformerConfig
 from .sharding import Sharding
 
 # Equinox's layers take one example and know no compute dtype: `jax.vmap(layer)(x)` would widen
@@ -39,22 +39,15 @@ class Linear(_Linear):
 
 
 class RMSNorm(_RMSNorm):
-    """RMSNorm of the last axis that multiplies by `weight + scale_offset`."""
-
-    scale_offset: float = eqx.field(static=True)
-
-    def __init__(self, shape: int, *, scale_offset: float, **options: Any):
-        super().__init__(shape, use_bias=False, **options)
-        self.scale_offset = scale_offset
+    """RMSNorm of the last axis."""
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
         """Normalises the last axis of x; the rest is Equinox's, and unused."""
-        options = {"eps": self.eps, "implementation": self.implementation}
-        return rms_norm(x, self.weight, scale_offset=self.scale_offset, **options)
+        return rms_norm(x, self.weight, eps=self.eps, implementation=self.implementation)
 
 
 class Attention(transformer.Attention, eqx.Module):
-    """Grouped-query attention with rotary embedding, over a window if `local`."""
+    """Grouped-query attention with rotary embedding."""
 
     q: Linear
     k: Linear
@@ -64,16 +57,14 @@ class Attention(transformer.Attention, eqx.Module):
     k_norm: RMSNorm | None
     config: TransformerConfig = eqx.field(static=True)
     sharding: Sharding = eqx.field(static=True)
-    local: bool = eqx.field(static=True)
 
 
 class MLP(transformer.MLP, eqx.Module):
-    """`down(activation(gate(x)) * up(x))`; without a gate, `down(activation(up(x)))`."""
+    """`down(silu(gate(x)) * up(x))`."""
 
-    gate: Linear | None
+    gate: Linear
     up: Linear
     down: Linear
-    activation: Activation = eqx.field(static=True)
     implementation: Any = eqx.field(static=True)
     quantization: Any = eqx.field(static=True)
     sharding: Sharding = eqx.field(static=True)
@@ -81,14 +72,12 @@ class MLP(transformer.MLP, eqx.Module):
 
 
 class Block(transformer.Block, eqx.Module):
-    """Attention, then MLP; each reads the residual stream and adds to it, normalised."""
+    """Attention, then MLP; each reads the residual stream, normalised, and adds to it."""
 
-    attention_norm: RMSNorm | None
+    attention_norm: RMSNorm
     attention: Attention
-    attention_post_norm: RMSNorm | None
-    mlp_norm: RMSNorm | None
+    mlp_norm: RMSNorm
     mlp: MLP
-    mlp_post_norm: RMSNorm | None
     sharding: Sharding = eqx.field(static=True)
 
 
@@ -106,8 +95,7 @@ class _Layers:
         return Linear(in_features=n, out_features=m, use_bias=use_bias, **options)
 
     def norm(self, n: int) -> RMSNorm:
-        c = self.config
-        return RMSNorm(n, eps=c.norm_eps, scale_offset=c.norm_offset, **self.options)
+        return RMSNorm(n, eps=self.config.norm_eps, use_bias=False, **self.options)
 
     def embedding(self) -> eqx.nn.Embedding:
         c = self.config

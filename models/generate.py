@@ -23,10 +23,9 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> np.ndarray:
-    """Continues each prompt by `num_tokens` tokens, or until all rows have ended.
+    """Continues each prompt by `num_tokens` tokens.
 
     Args:
       model: the transformer.
@@ -37,9 +36,8 @@ def generate(
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: draw from the k likeliest tokens only; of equally likely ones the first come first.
       top_p: draw from the likeliest tokens that together have at least this probability.
-      stop_tokens: a row ends when it draws one of them.
-      seed: the same seed draws the same text, whether or not rows end.
-    Returns: `(batch, num_tokens)` int32 on the host. A row that has ended repeats its last token.
+      seed: the same seed draws the same text.
+    Returns: `(batch, num_tokens)` int32 on the host.
 
     Raises:
       ValueError: naming the argument, if it is out of range or the text would outgrow
@@ -67,10 +65,6 @@ def generate(
         (0 <= temperature < np.inf, f"temperature={temperature} must be finite and not negative."),
         (top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1, or None."),
         (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1, or None."),
-        (
-            all(0 <= token < vocab for token in stop_tokens),
-            f"stop_tokens={list(stop_tokens)} must be from 0 to {vocab - 1}.",
-        ),
     ):
         if not valid:
             raise ValueError(message)
@@ -81,13 +75,12 @@ def generate(
     filled = lengths[0] if equal else lengths
     run = _compiled(model, num_tokens, top_k)
     limits = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
-    stop = np.asarray(stop_tokens, np.int32).reshape(-1)
-    return np.asarray(run(params, tokens, filled, *limits, stop, jax.random.key(seed)))
+    return np.asarray(run(params, tokens, filled, *limits, jax.random.key(seed)))
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(model: Functional, num_tokens: int, top_k: int | None) -> Callable[..., Array]:
-    def run(params, tokens, filled, temperature, top_p, stop, key):
+    def run(params, tokens, filled, temperature, top_p, key):
         batch, padded = tokens.shape
         cache = Cache.empty(model.config, batch, padded + num_tokens)
         logits, cache = model.decode(params, tokens, cache)
@@ -95,25 +88,15 @@ def _compiled(model: Functional, num_tokens: int, top_k: int | None) -> Callable
         # The padding's keys and values lie beyond a row's own tokens, and are overwritten before
         # anything attends to them.
         cache = cache._replace(length=filled)
-        keys = jax.random.split(key, num_tokens)
 
-        def unfinished(state: tuple) -> Array:
-            i, *_, ended = state
-            return (i < num_tokens) & ~ended.all()
-
-        def add(state: tuple) -> tuple:
-            i, logits, cache, drawn, ended = state  # logits: (batch, vocab)
-            token = _draw(logits, keys[i], temperature, top_p, top_k)
-            token = jnp.where(ended, drawn[:, i - 1], token)
-            # To the end of the row, which repeats this token unless a later one overwrites it.
-            drawn = jnp.where(jnp.arange(num_tokens) >= i, token[:, None], drawn)
-            ended |= (token[:, None] == stop).any(axis=1)
+        def add(state: tuple, key: Array) -> tuple:
+            logits, cache = state  # logits: (batch, vocab)
+            token = _draw(logits, key, temperature, top_p, top_k)
             logits, cache = model.decode(params, token[:, None], cache)
-            return i + 1, logits[:, 0], cache, drawn, ended
+            return (logits[:, 0], cache), token
 
-        nothing = jnp.zeros((batch, num_tokens), jnp.int32)
-        state = (jnp.int32(0), last, cache, nothing, jnp.zeros(batch, bool))
-        return jax.lax.while_loop(unfinished, add, state)[3]
+        keys = jax.random.split(key, num_tokens)
+        return jax.lax.scan(add, (last, cache), keys)[1].T
 
     return jax.jit(run)
 

@@ -1,6 +1,4 @@
-"""Hugging Face checkpoints in and out, for both frameworks.
-
-Llama, Mistral, Qwen2, Qwen3, OLMo 2, Gemma, Gemma 2 and Gemma 3 (text).
+"""Hugging Face checkpoints in and out, for both frameworks: Llama, Mistral, Qwen2 and Qwen3.
 
 model, params = load("path/to/Llama-3.2-1B", "nnx", dtype="bfloat16")
 save("path/to/copy", model, params)
@@ -11,11 +9,10 @@ import json
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -41,98 +38,48 @@ _MODULES = {
     "head": "lm_head",
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
+    "mlp_norm": "post_attention_layernorm",
     **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
 }
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "squared_relu",
-}
-_LETTERS = {"sliding_attention": "L", "full_attention": "G"}
 _ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 _ROPE_SCALING["original_max_seq_len"] = "original_max_position_embeddings"
+
+# Fields of TransformerConfig: their setting in config.json, and its value where that is missing.
 _REQUIRED = object()
-
-
-class _Setting(NamedTuple):
-    name: str
-    default: Any = _REQUIRED  # its value where config.json lacks it
-
-
-# Fields of TransformerConfig that every family has.
-_FIELDS = {
-    "vocab_size": _Setting("vocab_size"),
-    "dim": _Setting("hidden_size"),
-    "mlp_dim": _Setting("intermediate_size"),
-    "num_layers": _Setting("num_hidden_layers"),
-    "num_heads": _Setting("num_attention_heads"),
-    "num_kv_heads": _Setting("num_key_value_heads", None),  # None: as many as query heads
-    "head_dim": _Setting("head_dim", None),  # None: hidden_size / num_attention_heads
-    "max_seq_len": _Setting("max_position_embeddings"),
-    "norm_eps": _Setting("rms_norm_eps"),
-    "rope_theta": _Setting("rope_theta", 10_000.0),
-    "tie_embeddings": _Setting("tie_word_embeddings", False),
-    "activation": _Setting("hidden_act", "silu"),
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", _REQUIRED),
+    "dim": ("hidden_size", _REQUIRED),
+    "mlp_dim": ("intermediate_size", _REQUIRED),
+    "num_layers": ("num_hidden_layers", _REQUIRED),
+    "num_heads": ("num_attention_heads", _REQUIRED),
+    "num_kv_heads": ("num_key_value_heads", None),  # None: as many as query heads
+    "head_dim": ("head_dim", None),  # None: hidden_size / num_attention_heads
+    "max_seq_len": ("max_position_embeddings", _REQUIRED),
+    "norm_eps": ("rms_norm_eps", _REQUIRED),
+    "rope_theta": ("rope_theta", 10_000.0),
+    "tie_embeddings": ("tie_word_embeddings", False),
 }
-
-
-class _Family(NamedTuple):
-    """One `model_type`, by the fields in which it differs from `_FIELDS`."""
-
-    classes: str  # the beginning of its classes' names
-    fields: Mapping[str, Any]  # a setting, or the value that no setting changes
-    # The layers after which its pattern of local and global ones repeats, the last of them global,
-    # where `layer_types` is missing; 0 where all layers are alike.
-    period: int = 0
-
-
-_kv_heads = lambda default: {"num_kv_heads": _Setting("num_key_value_heads", default)}
-_WINDOW = {"sliding_window": _Setting("sliding_window", 4096)}
-_OLMO2 = {"head_dim": None, "norms": "post", "qk_norm": True, "qk_norm_over": "projection"}
-_GEMMA = _kv_heads(16) | {
-    "head_dim": _Setting("head_dim", 256),
-    "tie_embeddings": _Setting("tie_word_embeddings", True),
-    "activation": _Setting("hidden_act", "gelu_pytorch_tanh"),
-    "norm_offset": 1.0,
-    "scale_embeddings": True,
-}
-_GEMMA2 = _GEMMA | _kv_heads(4) | _WINDOW
-_GEMMA2 |= {
-    "activation": _Setting("hidden_activation", "gelu_pytorch_tanh"),
-    "norms": "both",
-    "query_scale_dim": _Setting("query_pre_attn_scalar", 256),
-    "logits_softcap": _Setting("final_logit_softcapping", 30.0),
-    "attention_softcap": _Setting("attn_logit_softcapping", 50.0),
-}
-_GEMMA3 = _GEMMA2 | {
-    "qk_norm": True,
-    "rope_theta": _Setting("rope_theta", 1_000_000.0),
-    "local_rope_theta": _Setting("rope_local_base_freq", 10_000.0),
-    "logits_softcap": _Setting("final_logit_softcapping", None),
-    "attention_softcap": None,  # it has a setting that `transformers` does not heed
-}
-# In the order in which `save` looks for one that can express a configuration.
-_FAMILIES = {
-    "llama": _Family("Llama", {}),
-    "mistral": _Family("Mistral", _kv_heads(8) | _WINDOW),
-    "qwen2": _Family("Qwen2", _kv_heads(32) | {"head_dim": None, "attention_bias": True}),
-    "qwen3": _Family(
-        "Qwen3", _kv_heads(32) | {"head_dim": _Setting("head_dim", 128), "qk_norm": True}
+# Each `model_type`: the name of its classes, and the fields that have another setting or default
+# than in `_FIELDS`, or a value that no setting changes. In the order in which `save` looks for one
+# that can express a configuration.
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": (
+        "Mistral",
+        {"num_kv_heads": ("num_key_value_heads", 8), "sliding_window": ("sliding_window", 4096)},
     ),
-    "olmo2": _Family("Olmo2", _OLMO2),
-    "gemma": _Family("Gemma", _GEMMA),
-    "gemma2": _Family("Gemma2", _GEMMA2, period=2),
-    "gemma3_text": _Family("Gemma3", _GEMMA3, period=6),
+    "qwen2": (
+        "Qwen2",
+        {"num_kv_heads": ("num_key_value_heads", 32), "head_dim": None, "attention_bias": True},
+    ),
+    "qwen3": (
+        "Qwen3",
+        {"num_kv_heads": ("num_key_value_heads", 32), "head_dim": ("head_dim", 128)}
+        | {"qk_norm": True},
+    ),
 }
-# Settings that mean another model, where they are set and no field of the family has them.
-_OTHERS = "attention_bias mlp_bias use_sliding_window use_bidirectional_attention"
-_OTHERS += " attn_logit_softcapping quantization_config"
+# Settings that mean another model where they are set.
+_OTHERS = "attention_bias mlp_bias use_sliding_window quantization_config".split()
 
 
 def load(
@@ -146,8 +93,7 @@ def load(
     """Loads a checkpoint folder: `config.json` and one or several safetensors files.
 
     `model.safetensors` is read where it exists, else the files that the index names. Each device
-    reads its own shard of each array, straight from the files. A head of its own that is stored
-    with a model whose embeddings are tied is kept, with a warning.
+    reads its own shard of each array, straight from the files.
 
     Args:
       path: the folder.
@@ -160,8 +106,8 @@ def load(
     Raises:
       FileNotFoundError: if a file is missing.
       ValueError: naming the file and the field, for a file that is damaged or malformed, a model
-        that this transformer cannot express, or arrays that are missing, left over or of another
-        shape.
+        that this transformer cannot express, arrays that are missing, left over or of another
+        shape, or a head that differs from the embeddings it is said to be tied to.
     """
     folder = Path(path)
     settings = _read_json(folder / _CONFIG)
@@ -170,14 +116,6 @@ def load(
     except ValueError as error:
         raise _malformed(folder / _CONFIG, str(error)) from None
     stored = _stored(folder)
-    if config.tie_embeddings and "tie_embeddings" not in overrides and _has_own_head(stored):
-        warnings.warn(
-            f"{folder}: the configuration ties the embeddings, but lm_head.weight is not "
-            "model.embed_tokens.weight. It is kept: the model is not tied. Write "
-            '"tie_word_embeddings": false in config.json, or pass tie_embeddings=True to drop it.',
-            stacklevel=2,
-        )
-        overrides["tie_embeddings"] = False
     config = dataclasses.replace(config, **overrides)
     _check(folder, config, stored)
     model = build(framework, config, sharding)
@@ -190,7 +128,7 @@ def load(
 
     def place(tree_path: tuple, leaf: Any, sharding: jax.sharding.Sharding) -> Array:
         name, transposed = parameters.name_of(tree_path)
-        array = stored[_their_name(name, config)]
+        array = stored[_their_name(name)]
         turned = name.endswith(".kernel") != transposed  # theirs are (out, in)
 
         def read(index: Any) -> np.ndarray:
@@ -208,10 +146,9 @@ def save(
     params: Params,
     *,
     dtype: str | None = None,
-    max_file_bytes: int = 5 * 2**30,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Writes a new checkpoint folder that Hugging Face transformers reads.
+    """Writes a new checkpoint folder that Hugging Face transformers reads, its arrays in one file.
 
     It is written beside its place, and renamed when it is complete.
 
@@ -220,7 +157,6 @@ def save(
       model: the transformer.
       params: its parameters; every array must be readable from this process.
       dtype: to store; `config.param_dtype` when None.
-      max_file_bytes: arrays beyond it go to further files, named in an index.
       files: further files of the folder, text by name: a tokenizer.json.
 
     Raises:
@@ -240,7 +176,15 @@ def save(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
         new = Path(beside, "new")
         new.mkdir()
-        _write_arrays(new, model, params, np.dtype(dtype), max_file_bytes)
+        arrays = {}
+        for name, value in model.to_dict(params).items():
+            array = np.asarray(value).astype(np.dtype(dtype))
+            array = array.T if name.endswith(".kernel") else array
+            arrays[_their_name(name)] = np.ascontiguousarray(array)
+        try:
+            save_file(arrays, new / _SINGLE, metadata={"format": "pt"})  # else readers refuse
+        except SafetensorError as error:
+            raise OSError(f"{new / _SINGLE} cannot be written: {error}") from None
         for name, content in {_CONFIG: json.dumps(config, indent=2), **files}.items():
             (new / name).write_text(content, encoding="utf-8")
         for file in new.iterdir():
@@ -248,44 +192,10 @@ def save(
         new.rename(folder)
 
 
-def _write_arrays(
-    folder: Path, model: Functional, params: Params, dtype: np.dtype, limit: int
-) -> None:
-    """Writes the safetensors files; where there are several, their index too."""
-    values = model.to_dict(params)
-    groups, size = [[]], 0
-    for name, value in values.items():
-        size += value.size * dtype.itemsize
-        if groups[-1] and size > limit:
-            groups.append([])
-            size = value.size * dtype.itemsize
-        groups[-1].append(name)
-    where = {}
-    for i, names in enumerate(groups, 1):
-        file = f"model-{i:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else _SINGLE
-        arrays = {}
-        for name in names:
-            array = np.asarray(values[name]).astype(dtype)
-            array = array.T if name.endswith(".kernel") else array
-            arrays[_their_name(name, model.config)] = np.ascontiguousarray(array)
-        try:
-            save_file(arrays, folder / file, metadata={"format": "pt"})  # else readers refuse
-        except SafetensorError as error:
-            raise OSError(f"{folder / file} cannot be written: {error}") from None
-        where |= dict.fromkeys(arrays, file)
-    if len(groups) > 1:
-        total = sum(value.size for value in values.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _their_name(name: str, config: TransformerConfig) -> str:
+def _their_name(name: str) -> str:
     *modules, kind = name.split(".")
     prefix = ["model"] if modules[0] == "layers" else []
-    # After attention's output where that is not normalised, which has the name otherwise.
-    before_mlp = "post_attention" if config.norms == "pre" else "pre_feedforward"
-    known = _MODULES | {"mlp_norm": f"{before_mlp}_layernorm"}
-    theirs = [known.get(module, module) for module in modules]
+    theirs = [_MODULES.get(module, module) for module in modules]
     return ".".join([*prefix, *theirs, "bias" if kind == "bias" else "weight"])
 
 
@@ -340,29 +250,30 @@ def _open(file: Path) -> dict[str, Any]:
     return arrays
 
 
-def _has_own_head(stored: dict[str, Any]) -> bool:
-    """Returns True for a head that is not the embedding; older files store a tied one twice."""
-    head, embed = (stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
-    return head is not None and embed is not None and not np.array_equal(head[:], embed[:])
-
-
 def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> None:
     if config.num_layers > len(stored):  # else as many names would be made as it says
         text = f"num_hidden_layers={config.num_layers}, but the folder has {len(stored)} arrays."
         raise _malformed(folder / _CONFIG, text)
     expected = {}
     for name, shape in parameters.shapes(config).items():
-        expected[_their_name(name, config)] = shape[::-1] if name.endswith(".kernel") else shape
+        expected[_their_name(name)] = shape[::-1] if name.endswith(".kernel") else shape
     # Old checkpoints store the rotary frequencies; some with tied embeddings store them twice.
-    ignored = "lm_head.weight" if config.tie_embeddings else ""
     shapes = {
         name: tuple(array.get_shape())
         for name, array in stored.items()
-        if name != ignored and not name.endswith("rotary_emb.inv_freq")
+        if not name.endswith("rotary_emb.inv_freq")
     }
+    head = shapes.pop("lm_head.weight", None) if config.tie_embeddings else None
     for name in sorted(expected | shapes):
         if (ours := expected.get(name, "none")) != (theirs := shapes.get(name, "none")):
             raise _malformed(folder, f"{name} must have shape {ours}, the file has {theirs}.")
+    embedding = stored["model.embed_tokens.weight"]
+    if head and not np.array_equal(stored["lm_head.weight"][:], embedding[:]):
+        raise _malformed(
+            folder,
+            "lm_head.weight is not model.embed_tokens.weight, but tie_word_embeddings is true. "
+            "Pass tie_embeddings=False to keep it.",
+        )
 
 
 # ---------------------------------------------------------------- config.json
@@ -382,31 +293,28 @@ def from_huggingface(settings: Mapping[str, Any], **overrides: Any) -> Transform
     kind = settings.get("model_type")
     if kind not in list(_FAMILIES):  # a list: kind may be anything, hashable or not
         raise ValueError(f"model_type={kind!r} must be one of {', '.join(map(repr, _FAMILIES))}.")
-    family = _FAMILIES[kind]
-    fields: dict[str, Any] = {**_FIELDS, **family.fields}
-    names = {ours: of.name for ours, of in fields.items() if isinstance(of, _Setting)}
-    for name in _OTHERS.split():
-        if settings.get(name) and name not in names.values() and not fields.get(name):
+    fields = _FIELDS | _FAMILIES[kind][1]
+    for name in _OTHERS:
+        if settings.get(name) and name not in fields:
             raise ValueError(f"{name}={settings[name]!r}: this transformer has no such thing.")
-    for ours, theirs in names.items():
-        fields[ours] = settings.get(theirs, fields[ours].default)
-        if fields[ours] is _REQUIRED:
-            raise ValueError(f"{theirs} is missing.")
+    if settings.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act={settings['hidden_act']!r} must be 'silu'.")
+    names = _names(fields)
+    for field, setting in names.items():
+        fields[field] = settings.get(setting, fields[field][1])
+        if fields[field] is _REQUIRED:
+            raise ValueError(f"{setting} is missing.")
     dim, heads = fields["dim"], fields["num_heads"]
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = heads
     if fields["head_dim"] is None:  # sizes that do not divide are refused for themselves
         fields["head_dim"] = dim // heads if type(dim) is type(heads) is int and heads else dim
-    if (name := fields["activation"]) not in list(_ACTIVATIONS):
-        known = ", ".join(map(repr, _ACTIVATIONS))
-        raise ValueError(f"{names['activation']}={name!r} must be one of {known}.")
-    # Gemma's first configurations say "gelu" and mean its approximation.
-    approximate = kind == "gemma" and name == "gelu"
-    fields["activation"] = "gelu_tanh" if approximate else _ACTIVATIONS[name]
+    alike = "full_attention" if fields.get("sliding_window") is None else "sliding_attention"
+    types = settings.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(x == alike for x in types)):
+        raise ValueError(f"layer_types={types!r} must all be {alike!r}.")
     try:
-        fields |= _rope(settings)
-        fields |= _pattern(settings, family, fields)
-        config = TransformerConfig(**fields)
+        config = TransformerConfig(**fields | _rope(settings))
     except ValueError as error:
         names |= _ROPE_SCALING
         theirs = lambda match: names[match[1]] + "="
@@ -421,13 +329,14 @@ def to_huggingface(config: TransformerConfig) -> dict[str, Any]:
       ValueError: for a configuration that none of them can express.
     """
     misfits: dict[str, list[str]] = {}
+    ours = vars(config)
     for kind in _FAMILIES:
         settings = _settings(config, kind)
         try:
-            read = from_huggingface(settings, **{name: getattr(config, name) for name in _RUN})
+            read = from_huggingface(settings, **{name: ours[name] for name in _RUN})
         except ValueError:  # head_dim is none of its widths
             continue
-        ours, theirs = vars(_canonical(config)), vars(_canonical(read))
+        theirs = vars(read)
         misfits[kind] = [f"{name}={ours[name]!r}" for name in ours if ours[name] != theirs[name]]
         if not misfits[kind]:
             return settings
@@ -441,93 +350,31 @@ def to_huggingface(config: TransformerConfig) -> dict[str, Any]:
 _RUN = "dtype param_dtype remat attention implementation quantization".split()  # in no family
 
 
-def _canonical(c: TransformerConfig) -> TransformerConfig:
-    """Returns the configuration in which equal models are equal."""
-    letters = "".join("GL"[c.is_local(i)] for i in range(c.num_layers))
-    window = c.sliding_window if "L" in letters else None
-    theta = c.local_rope_theta
-    if theta == c.rope_theta and c.rope_scaling is None:
-        theta = None
-    return dataclasses.replace(
-        c,
-        query_scale_dim=c.query_scale_dim or c.head_dim,
-        qk_norm_over=c.qk_norm_over if c.qk_norm else "head",
-        sliding_window=window,
-        layer_pattern="L" if window is None else _shortest(letters),
-        local_rope_theta=None if window is None else theta,
-    )
+def _names(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the settings by the fields that they set."""
+    return {field: of[0] for field, of in fields.items() if isinstance(of, tuple)}
 
 
-def _settings(c: TransformerConfig, kind: str) -> dict[str, Any]:
+def _settings(config: TransformerConfig, kind: str) -> dict[str, Any]:
     """Returns a family's settings with as much of the configuration as they express."""
-    family = _FAMILIES[kind]
-    fields: dict[str, Any] = {**_FIELDS, **family.fields}
-    values = vars(c) | {
-        "activation": next(name for name, ours in _ACTIVATIONS.items() if ours == c.activation),
-        "query_scale_dim": c.query_scale_dim or c.head_dim,
-        "local_rope_theta": c.local_rope_theta or c.rope_theta,
-    }
-    if family.period:  # they have no layers without a window; of all tokens, it is none
-        values["sliding_window"] = c.sliding_window or c.max_seq_len
+    classes, own = _FAMILIES[kind]
     settings = {
-        "architectures": [f"{family.classes}ForCausalLM"],
+        "architectures": [f"{classes}ForCausalLM"],
         "model_type": kind,
-        **{of.name: values[ours] for ours, of in fields.items() if isinstance(of, _Setting)},
-        "torch_dtype": c.param_dtype,
+        "hidden_act": "silu",
+        **{name: getattr(config, field) for field, name in _names(_FIELDS | own).items()},
+        "torch_dtype": config.param_dtype,
     }
-    if "attention_bias" not in fields:
+    if "attention_bias" not in own:
         settings["attention_bias"] = False
-    if family.period:
-        names = {letter: name for name, letter in _LETTERS.items()}
-        settings["layer_types"] = [names["GL"[c.is_local(i)]] for i in range(c.num_layers)]
-    if c.rope_scaling is not None:
-        linear = c.rope_scaling.kind == "linear"
-        scaling = {"factor": "factor"} if linear else _ROPE_SCALING
-        settings["rope_scaling"] = {"rope_type": c.rope_scaling.kind}
-        settings["rope_scaling"] |= {
-            theirs: getattr(c.rope_scaling, ours) for ours, theirs in scaling.items()
-        }
+    if (scaling := config.rope_scaling) is not None:
+        values = {theirs: getattr(scaling, ours) for ours, theirs in _ROPE_SCALING.items()}
+        settings["rope_scaling"] = {"rope_type": "llama3", **values}
     return settings
 
 
-def _pattern(
-    settings: Mapping[str, Any], family: _Family, fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The shortest pattern of local and global layers; no window where none is local."""
-    types, window = settings.get("layer_types"), fields.get("sliding_window")
-    letters = alike = "G" if window is None else "L"
-    if types is not None:
-        known = isinstance(types, list) and all(kind in list(_LETTERS) for kind in types)
-        letters = "".join(_LETTERS[kind] for kind in types) if known else ""
-        if not letters or len(letters) != fields["num_layers"]:
-            rule = f"must be {fields['num_layers']} of {', '.join(map(repr, _LETTERS))}"
-            raise ValueError(f"layer_types={types!r} {rule}.")
-    elif family.period:
-        period = settings.get("sliding_window_pattern", family.period)
-        if type(period) is not int or not 1 <= period <= 1000:
-            raise ValueError(
-                f"sliding_window_pattern={period!r} must be an integer from 1 to 1000."
-            )
-        letters = "L" * (period - 1) + "G"
-    pattern = _shortest(letters)
-    if not family.period and pattern != alike:
-        raise ValueError(f"layer_types={types!r}: {family.classes} has layers of one kind only.")
-    if "L" not in pattern:
-        return {"sliding_window": None, "local_rope_theta": None}
-    if window is None:
-        raise ValueError("sliding_window=None, but layers are of type 'sliding_attention'.")
-    return {"layer_pattern": pattern}
-
-
-def _shortest(letters: str) -> str:
-    """Returns the shortest pattern that gives these letters when it is repeated."""
-    repeated = lambda n: all(a == b for a, b in zip(letters, letters[n:], strict=False))
-    return letters[: next(n for n in range(1, len(letters) + 1) if repeated(n))]
-
-
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    # Version 5 of transformers moved theta and scaling into one dictionary, and for Gemma 3 into
-    # one for each kind of layer.
+    # Version 5 of transformers moved theta and scaling into one dictionary.
     newer, older = (settings.get(name) for name in ("rope_parameters", "rope_scaling"))
     both = isinstance(newer, dict) and isinstance(older, dict)
     if newer and older and not (both and older.items() <= newer.items()):
@@ -535,17 +382,9 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope_scaling={older!r} and rope_parameters={newer!r}: leave out one.")
     name = "rope_parameters" if newer else "rope_scaling"
     rope = newer or older or {}
-    fields = {}
-    if isinstance(rope, dict) and not _LETTERS.keys().isdisjoint(rope):
-        local = rope.get("sliding_attention") or {}
-        name, rope = f"{name}: full_attention", rope.get("full_attention")
-        if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
-            raise ValueError(f"sliding_attention={local!r} must be of rope_type 'default'.")
-        fields = {"local_rope_theta": local["rope_theta"]} if "rope_theta" in local else {}
     if not isinstance(rope, dict):
         raise ValueError(f"{name}={rope!r} must be an object.")
-    if "rope_theta" in rope:
-        fields["rope_theta"] = rope["rope_theta"]
+    fields = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     for part in settings, rope:
         if (fraction := part.get("partial_rotary_factor")) not in (None, 1):
             raise ValueError(f"partial_rotary_factor={fraction!r}: heads are rotated as a whole.")
@@ -553,11 +392,10 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", without))
     if kind == "default":
         return fields
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f"rope_type={kind!r} must be 'default', 'linear' or 'llama3'.")
-    names = {"factor": "factor"} if kind == "linear" else _ROPE_SCALING
-    missing = [theirs for theirs in names.values() if theirs not in rope]
+    if kind != "llama3":
+        raise ValueError(f"rope_type={kind!r} must be 'default' or 'llama3'.")
+    missing = [theirs for theirs in _ROPE_SCALING.values() if theirs not in rope]
     if missing:
         raise ValueError(f"{name} lacks {missing[0]}.")
-    scaling = {ours: rope[theirs] for ours, theirs in names.items()}
-    return fields | {"rope_scaling": RopeScaling(**scaling, kind=kind)}
+    scaling = {ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()}
+    return fields | {"rope_scaling": RopeScaling(**scaling)}

@@ -7,12 +7,8 @@ logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 from typing import Any
 
 from flax import nnx
-from jax import Array
 
-from ..layers.nnx import Linear
-from ..layers.nnx import RMSNorm as _RMSNorm
-from ..layers.norm import rms_norm
-from ..native.dtypes import rounded
+from ..layers.nnx import Linear, RMSNorm
 from . import parameters, transformer
 from .config import TransformerConfig
 from .sharding import Sharding
@@ -20,33 +16,18 @@ from .sharding import Sharding
 _ZEROS = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` replace them
 
 
-class RMSNorm(_RMSNorm):
-    """RMSNorm that multiplies by `scale + scale_offset`, in the dtype of its input."""
-
-    def __init__(self, num_features: int, *, scale_offset: float, **options: Any):
-        super().__init__(num_features, **options)
-        self.scale_offset = scale_offset
-
-    def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        """Normalises the last axis of x."""
-        assert mask is None and self.scale is not None
-        options = {"eps": self.epsilon, "implementation": self.implementation}
-        options["scale_offset"] = self.scale_offset
-        return rms_norm(x, rounded(self.scale[...], x.dtype), **options)
-
-
 class Attention(transformer.Attention, nnx.Module):
-    """Grouped-query attention with rotary embedding, over a window if `local`."""
+    """Grouped-query attention with rotary embedding."""
 
 
 class MLP(transformer.MLP, nnx.Module):
-    """`down(activation(gate(x)) * up(x))`; without a gate, `down(activation(up(x)))`."""
+    """`down(silu(gate(x)) * up(x))`."""
 
     layer = Linear
 
 
 class Block(transformer.Block, nnx.Module):
-    """Attention, then MLP; each reads the residual stream and adds to it, normalised."""
+    """Attention, then MLP; each reads the residual stream, normalised, and adds to it."""
 
 
 class _Layers:
@@ -63,9 +44,7 @@ class _Layers:
         return Linear(n, m, use_bias=use_bias, kernel_init=_ZEROS, **options)
 
     def norm(self, n: int) -> RMSNorm:
-        c = self.config
-        options = self.options | self.ours | {"epsilon": c.norm_eps}
-        return RMSNorm(n, scale_offset=c.norm_offset, **options)
+        return RMSNorm(n, epsilon=self.config.norm_eps, **self.options, **self.ours)
 
     def embedding(self) -> nnx.Embed:
         c = self.config

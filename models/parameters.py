@@ -23,7 +23,7 @@ _STD = 0.02
 def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
     """Draws the parameters a new model starts from: the same in both frameworks.
 
-    Norm scales are one, less `norm_offset`, and biases zero. Matrices are uniform with a standard
+    Norm scales are one, and biases zero. Matrices are uniform with a standard
     deviation of 0.02; those that write into the residual stream (`o`, `down`) of
     `0.02 / sqrt(2 * num_layers)`, so that its variance does not grow with depth. They are uniform
     because scaled random bits are the same on every mesh; a normal draw takes a logarithm, which
@@ -44,7 +44,7 @@ def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array
 def _initial(name: str, shape: tuple[int, ...], config: TransformerConfig, key: Array) -> Array:
     kind = name.split(".")[-2:]
     if kind[1] == "scale":
-        return jnp.full(shape, 1 - config.norm_offset, config.param_dtype)
+        return jnp.ones(shape, config.param_dtype)
     if kind[1] == "bias":
         return jnp.zeros(shape, config.param_dtype)
     std = _STD / math.sqrt(2 * config.num_layers) if kind[0] in ("o", "down") else _STD

@@ -21,7 +21,7 @@ from ..layers.modules import gated_mlp
 from ..layers.quantization import kernel_codes_saveable
 from ..native.dtypes import compute_dtype
 from ..native.implementation import requested
-from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate, soft_capped
+from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from .config import TransformerConfig
 from .sharding import Sharding, axes_of_words, constrain, in_context
 
@@ -34,10 +34,9 @@ def parts(layers: Any, sharding: Sharding) -> dict[str, Any]:
     `embedding()`; and its classes `attention`, `mlp` and `block`.
     """
     c = layers.config
-    block = lambda i: layers.block(layers, sharding, c.is_local(i))
     return {
         "embed": layers.embedding(),
-        "layers": [block(i) for i in range(c.num_layers)],
+        "layers": [layers.block(layers, sharding) for _ in range(c.num_layers)],
         "norm": layers.norm(c.dim),
         "head": None if c.tie_embeddings else layers.linear(c.dim, c.vocab_size),
     }
@@ -78,7 +77,6 @@ class Transformer:
         # There is no Pallas kernel for it, and none is missed.
         names = [name for name in requested(self.config.implementation) if name != "pallas"]
         options["implementation"] = tuple(names) or None
-        options["softcap"] = self.config.logits_softcap
         options.setdefault("quantization", self.config.quantization)
         return linear_cross_entropy(x, _unembedding(self), targets, contract=1, **options)
 
@@ -99,8 +97,7 @@ class Transformer:
 
 
 def _logits(model: Transformer, x: Array) -> Array:
-    logits = constrain(unembed(x, _unembedding(model)), model.sharding.logits)
-    return soft_capped(logits, model.config.logits_softcap)
+    return constrain(unembed(x, _unembedding(model)), model.sharding.logits)
 
 
 def _unembedding(model: Transformer) -> Array:
@@ -134,17 +131,13 @@ def _hidden(
         segments = constrain(segments, sharding.tokens)
     start: Any = 0 if cache is None else cache.length
     past = [None] * len(model.layers) if cache is None else cache.layers
-    locality = [config.is_local(i) for i in range(len(model.layers))]
-    ropes = {local: rope_table(config, start, seq, local) for local in set(locality)}
     # Documents need no positions of their own: the rotation of a score is their difference.
-    ropes = {local: rope._replace(segments=segments) for local, rope in ropes.items()}
+    rope = rope_table(config, start, seq)._replace(segments=segments)
     x = embed(tokens, _table(model.embed), config.dtype, sharding)
-    x = x * config.dim**0.5 if config.scale_embeddings else x
-
     run = _remat(lambda layer, *inputs: layer(*inputs), config, model.checkpoint)
     present = []
-    for layer, layer_past, local in zip(model.layers, past, locality, strict=True):
-        x, layer_present = run(layer, x, ropes[local], layer_past)
+    for layer, layer_past in zip(model.layers, past, strict=True):
+        x, layer_present = run(layer, x, rope, layer_past)
         present.append(layer_present)
     x = constrain(model.norm(x), sharding.block_input)
     return x, cache and Cache(tuple(present), start + seq)
@@ -167,45 +160,37 @@ def _remat(function: Callable, config: TransformerConfig, checkpoint: Callable) 
 
 
 class Block:
-    """Attention, then MLP; each reads the residual stream and adds to it.
+    """Attention, then MLP; each reads the residual stream, normalised, and adds to it."""
 
-    What they read is normalised (`norms="pre"`), what they add ("post"), or both.
-    """
-
-    def __init__(self, layers: Any, sharding: Sharding, local: bool):
-        self.sharding, c = sharding, layers.config
-        norm = lambda exists: layers.norm(c.dim) if exists else None
-        before, after = c.norms != "post", c.norms != "pre"
-        self.attention_norm, self.attention_post_norm = norm(before), norm(after)
-        self.attention = layers.attention(layers, sharding, local)
-        self.mlp_norm, self.mlp_post_norm = norm(before), norm(after)
+    def __init__(self, layers: Any, sharding: Sharding):
+        self.sharding, dim = sharding, layers.config.dim
+        self.attention_norm, self.mlp_norm = layers.norm(dim), layers.norm(dim)
+        self.attention = layers.attention(layers, sharding)
         self.mlp = layers.mlp(layers, sharding)
 
     def __call__(
         self, x: Array, rope: Rope, cache: KeyValue | None
     ) -> tuple[Array, KeyValue | None]:
         """Returns the new x, `(batch, seq, dim)`, and the layer's cache."""
-        place, norm = self.sharding, lambda layer, x: x if layer is None else layer(x)
-        h = constrain(norm(self.attention_norm, x), place.block_input)
-        h, cache = self.attention(h, rope, cache)
-        x = x + norm(self.attention_post_norm, constrain(h, place.residual))
-        h = self.mlp(constrain(norm(self.mlp_norm, x), place.block_input))
-        return x + norm(self.mlp_post_norm, constrain(h, place.residual)), cache
+        place = self.sharding
+        h, cache = self.attention(constrain(self.attention_norm(x), place.block_input), rope, cache)
+        x = x + constrain(h, place.residual)
+        h = self.mlp(constrain(self.mlp_norm(x), place.block_input))
+        return x + constrain(h, place.residual), cache
 
 
 class Attention:
-    """Grouped-query attention with rotary embedding, over a window if `local`."""
+    """Grouped-query attention with rotary embedding."""
 
-    def __init__(self, layers: Any, sharding: Sharding, local: bool):
+    def __init__(self, layers: Any, sharding: Sharding):
         c = self.config = layers.config
-        self.sharding, self.local = sharding, local
+        self.sharding = sharding
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         project = lambda features: layers.linear(c.dim, features, c.attention_bias)
         self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
         self.o = layers.linear(heads, c.dim)
-        width = lambda features: c.head_dim if c.qk_norm_over == "head" else features
-        self.q_norm = layers.norm(width(heads)) if c.qk_norm else None
-        self.k_norm = layers.norm(width(kv_heads)) if c.qk_norm else None
+        self.q_norm = layers.norm(c.head_dim) if c.qk_norm else None
+        self.k_norm = layers.norm(c.head_dim) if c.qk_norm else None
 
     def __call__(
         self, x: Array, rope: Rope, cache: KeyValue | None
@@ -218,32 +203,27 @@ class Attention:
         projections = [place(linear(x)) for linear, x in zip((self.q, self.k, self.v), each)]
 
         def heads(y: Array, norm: Any) -> Array:  # (batch, seq, heads, head_dim)
-            if norm is not None and c.qk_norm_over == "projection":
-                y = norm(y)
             y = y.reshape(*y.shape[:2], y.shape[2] // c.head_dim, c.head_dim)
-            return norm(y) if norm is not None and c.qk_norm_over == "head" else y
+            return y if norm is None else norm(y)
 
         q, k, v = map(heads, projections, (self.q_norm, self.k_norm, None))
         q, k, v = (constrain(x, sharding.heads) for x in (rotate(q, rope), rotate(k, rope), v))
-        options: dict[str, Any] = {"scale": (c.query_scale_dim or c.head_dim) ** -0.5}
-        options |= {"softcap": c.attention_softcap, "segments": rope.segments}
-        options["window"] = c.sliding_window if self.local else None
+        options = {"window": c.sliding_window, "segments": rope.segments}
         out, cache = attend(q, k, v, cache, rope.start, c.attention, **options)
         out = constrain(out, sharding.heads)
         return self.o(out.reshape(*out.shape[:2], out.shape[2] * c.head_dim)), cache
 
 
 class MLP:
-    """`down(activation(gate(x)) * up(x))`; without a gate, `down(activation(up(x)))`."""
+    """`down(silu(gate(x)) * up(x))`."""
 
     layer: type  # the class of its layers
+    activation = "silu"
 
     def __init__(self, layers: Any, sharding: Sharding):
         self.sharding, c = sharding, layers.config
-        self.activation, self.implementation = c.activation, c.implementation
-        self.quantization = c.quantization
-        self.gate = layers.linear(c.dim, c.mlp_dim) if c.gated else None
-        self.up = layers.linear(c.dim, c.mlp_dim)
+        self.implementation, self.quantization = c.implementation, c.quantization
+        self.gate, self.up = (layers.linear(c.dim, c.mlp_dim) for _ in range(2))
         self.down = layers.linear(c.mlp_dim, c.dim)
 
     def __call__(self, x: Array) -> Array:

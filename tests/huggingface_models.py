@@ -35,12 +35,8 @@ _SCALING = dict(
     high_freq_factor=2.0,
     original_max_position_embeddings=16,
 )
-_GEMMA2 = dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12)
-_LOCAL = dict(rope_type="default", rope_theta=100.0)
-_GLOBAL = dict(rope_type="linear", rope_theta=500.0, factor=4.0)
 # A head_dim that is not hidden_size / num_attention_heads; wavelengths kept, stretched and
-# interpolated; biases; normalised heads. Windows are shorter than the sequences, soft caps within
-# reach of the numbers.
+# interpolated; biases; normalised heads; a window shorter than the sequences.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(head_dim=8)),
     "llama31_tied": (
@@ -50,28 +46,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", dict(hidden_size=32)),
     "qwen3": ("Qwen3", dict(head_dim=8)),
     "mistral": ("Mistral", dict(head_dim=8, sliding_window=6)),
-    "olmo2": ("Olmo2", dict(hidden_size=32)),
-    "gemma": ("Gemma", dict(head_dim=8, num_key_value_heads=1)),
-    "gemma2": (
-        "Gemma2",
-        _GEMMA2 | dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
-    ),
-    "gemma3_text": (
-        "Gemma3",
-        _GEMMA2
-        | dict(num_hidden_layers=4, sliding_window_pattern=3)
-        | dict(rope_parameters={"full_attention": _GLOBAL, "sliding_attention": _LOCAL}),
-    ),
 }
 STORED = ("llama", "llama31_tied", "qwen2", "qwen3")
 
 
-def weight(family: str, name: str, shape: Any, seed: int = 0) -> np.ndarray:
-    """Returns bfloat16 numbers, none at its neutral value: a norm's is 1, or 0 in Gemma."""
+def weight(name: str, shape: Any, seed: int = 0) -> np.ndarray:
+    """Returns bfloat16 numbers, none at its neutral value: a norm's is 1."""
     # This generator's numbers are the same in all versions of NumPy.
     draw = np.random.RandomState(zlib.crc32(f"{name} {seed}".encode())).standard_normal(shape)
-    neutral = name.endswith("norm.weight") and not family.startswith("gemma")
-    return (0.3 * draw + neutral).astype(ml_dtypes.bfloat16)
+    return (0.3 * draw + name.endswith("norm.weight")).astype(ml_dtypes.bfloat16)
 
 
 def write(name: str, folder: pathlib.Path) -> pathlib.Path:
@@ -80,7 +63,7 @@ def write(name: str, folder: pathlib.Path) -> pathlib.Path:
         return FOLDER / name
     (folder / "config.json").write_text((FOLDER / name / "config.json").read_text())
     shapes = json.loads(str(np.load(FOLDER / name / "expected.npz")["shapes"]))
-    arrays = {key: weight(name, key, shape) for key, shape in shapes.items()}
+    arrays = {key: weight(key, shape) for key, shape in shapes.items()}
     save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -91,12 +74,11 @@ def make(name: str, seed: int = 0):
     import transformers  # pyright: ignore[reportMissingImports]
 
     family, changes = MODELS[name]
-    text = "Text" if family == "Gemma3" else ""
-    config = getattr(transformers, f"{family}{text}Config")(**_SHAPE | changes)
+    config = getattr(transformers, f"{family}Config")(**_SHAPE | changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            drawn = weight(name, key, tuple(parameter.shape), seed).astype(np.float32)
+            drawn = weight(key, tuple(parameter.shape), seed).astype(np.float32)
             parameter.copy_(torch.from_numpy(drawn))
     return model
 

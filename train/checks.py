@@ -1,13 +1,12 @@
 """Checks of a configuration before anything is compiled or written: alone, and for a resume."""
 
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
-from ..models.config import TransformerConfig
 from . import UsageError
 from .arguments import shown
-from .config import DistributedConfig, ModelConfig, OptimConfig, TrainConfig, as_dict, flat
+from .config import DistributedConfig, ModelConfig, TrainConfig, as_dict, flat
 
 # A resumed run must have the same values of these ...
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len", "optim.mu_dtype")
@@ -15,7 +14,7 @@ _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len", "o
 _COMPUTED = ("attention", "implementation", "quantization", "remat")
 # ... and may change these without a word: where and how fast a run computes, and what it writes.
 _FREE = "data distributed eval out_dir preset profile resume".split()
-_FORMAT = 2  # version of a checkpoint's record and state
+_FORMAT = 3  # version of a checkpoint's record and state
 
 _COUNT = 2**31 - 1
 _LEAST, _LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers of float32
@@ -113,20 +112,13 @@ def check_resume(
       UsageError: a setting that must not differ does, or the text is another.
     """
     check_format(record)
-    # Settings that the version that saved did not have, it ran at their default.
-    model = (f for f in fields(TransformerConfig) if f.name in vars(config.model))
-    newer = {f"model.{f.name}": f.default for f in model}
-    newer |= {f"optim.{f.name}": f.default for f in fields(OptimConfig)}
-    older = {name: default for name, default in newer.items() if default is not MISSING}
     text = lambda identity: {f"text.{name}": x for name, x in identity.items() if name != "name"}
-    saved = older | flat(record["config"]) | text(record["text"])
+    saved = flat(record["config"]) | text(record["text"])
     now = flat(as_dict(config)) | text(text_identity)
     different = {
         name: f"saved {saved.get(name)}, now {now.get(name)}"
         for name in sorted({*saved, *now})
-        if saved.get(name) != now.get(name)
-        and name.split(".")[0] not in _FREE
-        and (name in now or _is_fixed(name))  # not what only an older version had
+        if saved.get(name) != now.get(name) and name.split(".")[0] not in _FREE
     }
     refused = [f"{name} {values}" for name, values in different.items() if _is_fixed(name)]
     if refused:

@@ -29,8 +29,7 @@ class Generate:
     """Continue prompts with a trained run or a Hugging Face model.
 
     The model is the newest checkpoint of a training run, or a Hugging Face folder of Llama,
-    Mistral, Qwen2, Qwen3, OLMo 2, Gemma, Gemma 2 or Gemma 3 (text): config.json, safetensors and
-    tokenizer.json.
+    Mistral, Qwen2 or Qwen3: config.json, safetensors and tokenizer.json.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -46,8 +45,6 @@ class Generate:
     """Largest number of tokens to add."""
     samples: int = 1
     """Continuations of each prompt, drawn at once."""
-    stop: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """End a continuation before this token."""
     temperature: float = 0.7
     """0 always takes the likeliest token."""
     top_k: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -75,7 +72,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Compare training runs: a table, the settings that differ, and a plot of their losses."""
+    """Compare training runs: a table, and a plot of their losses."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="")]
     """Folders of runs, their --out-dir."""

@@ -228,7 +228,7 @@ def preset_config(preset: Preset) -> TrainConfig:
     return TrainConfig(preset=preset, model=model, **settings)
 
 
-# Flags that are no longer there, and what replaces them. Files of older runs may have them.
+# Flags that are no longer there, and what replaces them.
 _GONE = {
     "tensorboard": "read OUT_DIR/metrics.jsonl",
     "lock-timeout": "a run whose --out-dir is in use fails at once",
@@ -238,6 +238,12 @@ _GONE = {
     "mesh.parts": "leave it out",
     **{f"sample.{name}": "use `normfuse generate`" for name in ("prompt", "tokens", "temperature")},
 }
+_GONE |= dict.fromkeys(
+    """model.activation model.attention-softcap model.gated model.layer-pattern
+    model.local-rope-theta model.logits-softcap model.norm-offset model.norms model.qk-norm-over
+    model.query-scale-dim model.scale-embeddings""".split(),
+    "the transformer is Llama's, Mistral's or Qwen's; `normfuse.fuse` a model of your own",
+)
 
 
 def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, list[str]]:
@@ -285,9 +291,7 @@ def _file_flags(path: Path) -> list[str]:
         raise UsageError(f"--config {path} cannot be read: {one_line(error)}") from None
     flags = []
     for name, value in settings.items():
-        if (name := name.replace("_", "-")) in _GONE:
-            continue
-        group, dot, last = name.rpartition(".")
+        group, dot, last = name.replace("_", "-").rpartition(".")
         switch = f"{'' if value else 'no-'}{last}" if isinstance(value, bool) else f"{last}={value}"
         flags.append(f"--{group}{dot}{switch}")
     if path.name == "config.yaml" and (path.parent / "text.json").is_file():  # a run's

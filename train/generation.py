@@ -16,7 +16,7 @@ from ..models.generate import generate
 from . import RunError, UsageError
 from .arguments import expanded, named, printable
 from .checkpoint import Checkpoints
-from .checks import check_format, check_range, require
+from .checks import check_format, check_range
 from .compilation import keep_compiled_programs
 from .run_dir import RunDir
 from .tokenizer import Bpe, Bytes, Tokenizer, read_tokenizer
@@ -29,7 +29,6 @@ def continue_prompts(
     prompt: Sequence[str],
     tokens: int | None,
     samples: int,
-    stop: str | None,
     **options: Any,
 ) -> list[str]:
     """Continues prompts with the newest checkpoint or the Hugging Face model in the folder `run`.
@@ -58,24 +57,18 @@ def continue_prompts(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
-    ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode()).tolist()
-    rule = f"must be one token of the tokenizer; it is {len(ends)}."
-    require(stop is None or len(ends) == 1, "stop", stop, rule)
     encoded = [tokenizer.encode(text.encode()) for text in prompt or ("def ",)]
     rows = [np.array([*opening, *row], np.int32) for row in encoded for _ in range(samples)]
     if tokens is None:  # as many as fit; `generate` raises the error if a prompt leaves no room
         tokens = max(min(_TOKENS, model.config.max_seq_len - max(map(len, rows))), 1)
     try:
-        continued = generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist()
+        continued = generate(model, params, rows, tokens, **options).tolist()
     except ValueError as error:  # names an argument, of the flag's name
         flag = lambda match: f"--{match[1].replace('num_', '').replace('_', '-')} "
         names = "temperature|num_tokens|top_k|top_p"
         raise UsageError(re.sub(rf"\b({names})=", flag, str(error))) from None
-    texts = []
-    for row, drawn in zip(rows, continued, strict=True):
-        added = drawn[: drawn.index(ends[0])] if ends and ends[0] in drawn else drawn
-        texts.append(tokenizer.decode([*row[len(opening) :].tolist(), *added]))
-    return texts
+    prompts = (row[len(opening) :].tolist() for row in rows)
+    return [tokenizer.decode([*row, *drawn]) for row, drawn in zip(prompts, continued, strict=True)]
 
 
 def export(run: Path, folder: Path, dtype: str | None) -> None:
@@ -113,10 +106,7 @@ def _load_run(out: RunDir) -> tuple[Functional, Params, Tokenizer]:
         raise RunError(f"every checkpoint in {out.checkpoints} is damaged.")
     check_format(newest[1])
     saved = newest[1]["config"]
-    try:
-        config = TransformerConfig(**saved["model"], dtype=saved["precision"])
-    except TypeError as error:  # a later version's setting
-        raise UsageError(f"RUN {out.path} is of another version of normfuse: {error}") from None
+    config = TransformerConfig(**saved["model"], dtype=saved["precision"])
     model = build(saved["framework"], config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)

@@ -10,13 +10,10 @@ import contextlib
 import errno
 import fcntl
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import UsageError, distributed
-from .arguments import one_line
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -30,15 +27,9 @@ def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
     Raises:
       UsageError: another process has it, or the file cannot be written.
     """
-    file = _take(path, report) if distributed.is_first() else None
-    try:
+    if not distributed.is_first():
         yield
-    finally:
-        if file is not None:
-            os.close(file)
-
-
-def _take(path: Path, report: Callable[[str], None]) -> int:
+        return
     folder = path.parent
     try:  # not through a link: what it led to would be overwritten
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -48,15 +39,13 @@ def _take(path: Path, report: Callable[[str], None]) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            holder = one_line(os.pread(file, 400, 0).decode(errors="replace"))
             os.close(file)
             raise UsageError(
-                f"--out-dir {folder} is in use by {holder or 'another process'}. Stop that one, "
-                "wait for its end, or give another --out-dir."
+                f"--out-dir {folder} is in use by another process (`fuser {path}` finds it). Stop "
+                "that one, wait for its end, or give another --out-dir."
             ) from None
         report(f"{folder} is on a file system without locks: no other run must write there")
-    name = f"process {os.getpid()} on {socket.gethostname()}"
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without its description
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{name} since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
-    return file
+    try:
+        yield
+    finally:
+        os.close(file)

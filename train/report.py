@@ -15,7 +15,6 @@ from .display import duration, short
 from .run_dir import RunDir, RunResults
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
-_NO_SETTINGS = ("out_dir", "resume", "distributed")  # these do not change a run
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
 
 
@@ -50,7 +49,7 @@ def _smooth(values: np.ndarray, end: int) -> np.ndarray:
 
 
 def report(folders: Sequence[Path], plot: Path) -> None:
-    """Prints the table and the settings that differ, and writes the plot.
+    """Prints the table and writes the plot.
 
     Raises:
       UsageError: a folder holds no run, or the plot cannot be written.
@@ -66,28 +65,13 @@ def report(folders: Sequence[Path], plot: Path) -> None:
                 f"RUN {folder} holds no metrics.jsonl with steps: is it a run's folder?"
             )
     plot = expanded(plot, "--plot")
-    for rows in [[_COLUMNS, *map(_row, runs)], *_differences(runs)]:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        print(*(printable(line, except_for="") for line in lines), "", sep="\n")
+    rows = [_COLUMNS, *map(_row, runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    print(*(printable(line, except_for="") for line in lines), "", sep="\n")
     with named("--plot", plot, "be written"):
         plot_loss(plot, runs)
     print(f"plot  {one_line(plot)}")
-
-
-def _differences(runs: Sequence[RunResults]) -> list[list[Sequence[str]]]:
-    """Returns a table of the settings that differ between runs, if any do."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    values = {name: [run.settings.get(name, "-") for run in runs] for name in names}
-    differ = {
-        name: each
-        for name, each in values.items()
-        if len(set(each)) > 1 and name.split(".")[0] not in _NO_SETTINGS
-    }
-    if not differ:
-        return []
-    rows = [[run.label, *(each[i] for each in differ.values())] for i, run in enumerate(runs)]
-    return [[["run", *differ], *rows]]
 
 
 def _row(run: RunResults) -> list[str]:

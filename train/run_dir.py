@@ -3,13 +3,13 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import UsageError, metrics
 from .arguments import named
-from .config import TrainConfig, flat
+from .config import TrainConfig
 from .metrics import is_number
 
 
@@ -50,12 +50,14 @@ class RunDir:
         Raises:
           OSError: metrics.jsonl is there and cannot be read.
         """
-        per_byte = _read_object(self.text).get("tokens_per_byte")
+        try:
+            per_byte = json.loads(self.text.read_bytes())["tokens_per_byte"]
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            per_byte = None
         return RunResults(
             label,
             metrics.read(self.metrics),
             per_byte if is_number(per_byte) and per_byte > 0 else 1.0,
-            {str(name): str(value) for name, value in flat(_read_object(self.config)).items()},
         )
 
 
@@ -66,7 +68,6 @@ class RunResults:
     label: str  # its name in plots
     lines: Sequence[Mapping[str, Any]]  # its metrics.jsonl
     tokens_per_byte: float = 1.0
-    settings: Mapping[str, str] = field(default_factory=dict)  # its config.yaml, by dotted names
 
     def steps(self, *names: str) -> list[Mapping[str, Any]]:
         """Returns the lines of steps with a finite loss, and with numbers by these names, too."""
@@ -130,15 +131,3 @@ def resumes(config: TrainConfig, out: RunDir) -> bool:
 def is_step(name: str) -> bool:
     """Returns whether a checkpoint's folder has this name: a number as Python writes it."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON or YAML object; a missing or damaged file is an empty one."""
-    import yaml
-
-    loads = json.loads if path.suffix == ".json" else yaml.safe_load
-    try:
-        content = loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}

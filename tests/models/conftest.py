@@ -59,8 +59,7 @@ def noisy():
 
 
 def _noisy(config, rng):
-    shapes, neutral = parameters.shapes(config), 1 - config.norm_offset
     return {
-        name: (rng.standard_normal(shape) * 0.3 + neutral * name.endswith("scale")).astype("f4")
-        for name, shape in shapes.items()
+        name: (rng.standard_normal(shape) * 0.3 + name.endswith("scale")).astype("f4")
+        for name, shape in parameters.shapes(config).items()
     }

@@ -84,18 +84,6 @@ def test_seed_decides_the_text(model, params):
     assert (even[:, 1:] != even[:, :-1]).any()  # each step draws by itself
 
 
-def test_a_row_ends_with_its_stop_token_and_repeats_it(model, params):
-    options = {"seed": 0, "temperature": 2.0}
-    whole = generate(model, params, PROMPTS, 8, **options)
-    stops = [int(whole[0, 2]), int(whole[1, 5])]
-    got = generate(model, params, PROMPTS, 8, stop_tokens=stops, **options)
-    for row, expected in zip(got, whole, strict=True):
-        end = min(i for i, token in enumerate(expected) if token in stops)
-        np.testing.assert_array_equal(row[: end + 1], expected[: end + 1])
-        assert (row[end:] == expected[end]).all()
-    assert (got[0] != whole[0]).any()
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(0.0, 1.0, None), (1.0, 1.0, 1), (1.0, 1e-6, None)]
 )
@@ -157,7 +145,6 @@ def test_draws_have_the_probabilities_asked_for(options, expected):
         ([[1]], {"temperature": np.nan}, "temperature=nan must be finite"),
         ([[1]], {"top_k": 0}, "top_k=0 must be at least 1"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0"),
-        ([[1]], {"stop_tokens": [3, 48]}, "stop_tokens=[3, 48] must be from 0 to 47"),
     ],
 )
 def test_generate_rejects(small, prompt, options, message):

@@ -10,6 +10,7 @@ import struct
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
@@ -29,7 +30,15 @@ def checkpoint(tmp_path_factory, noisy):
     folder = tmp_path_factory.mktemp("models") / "checkpoint"
     model = build("eqx", CONFIGURATION)
     params = model.from_dict(noisy(CONFIGURATION, np.random.default_rng(0)))
-    save(folder, model, params, max_file_bytes=1000)
+    save(folder, model, params)
+    arrays = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, where = list(arrays), {}
+    for i, part in enumerate((names[:-1], names[-1:]), 1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({name: arrays[name] for name in part}, folder / file)
+        where |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
     shutil.copy(folder / FIRST, folder.parent / "other.safetensors")
     return folder
 
@@ -53,11 +62,6 @@ def config(**changes):
     return edited(CONFIG, lambda settings: settings.update(changes))
 
 
-def gemma(**changes):
-    family = {"model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 4}
-    return config(**family | changes)
-
-
 def index(file):
     return edited(INDEX, lambda content: content["weight_map"].update({NORM: file}))
 
@@ -75,10 +79,6 @@ def header(**changes):
         (folder / FIRST).write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
 
     return edit
-
-
-def rope(**changes):
-    return gemma(rope_parameters={"full_attention": {}, "sliding_attention": changes})
 
 
 NOT_READ = "is not a safetensors file, or is damaged"
@@ -101,13 +101,7 @@ MALFORMED = [
     (config(rope_scaling={"rope_type": ["x"]}), CONFIG, "rope_type=['x']"),
     (config(tie_word_embeddings="no"), CONFIG, "tie_word_embeddings='no' must be"),
     (config(layer_types=1), CONFIG, "layer_types=1"),
-    (config(hidden_act=["silu"]), CONFIG, "hidden_act=['silu'] must be one"),
-    (gemma(layer_types=["chunked"]), CONFIG, "layer_types=['chunked'] must"),
-    (gemma(layer_types=None, sliding_window_pattern=0), CONFIG, "sliding_window_pattern=0 must"),
-    (gemma(sliding_window=None), CONFIG, "sliding_window=None, but layers are"),
-    (gemma(query_pre_attn_scalar=-1), CONFIG, "query_pre_attn_scalar=-1 must be finite, above 0"),
-    (rope(rope_theta="x"), CONFIG, "rope_local_base_freq='x' must be finite, above 0"),
-    (rope(rope_type="linear", factor=2.0), CONFIG, "must be of rope_type 'default'"),
+    (config(hidden_act=["silu"]), CONFIG, "hidden_act=['silu'] must be 'silu'"),
     (write(INDEX, b"{"), INDEX, "is not valid JSON"),
     (write(INDEX, b"{}"), INDEX, "weight_map=None must be an object"),
     (write(INDEX, b'{"weight_map": {}}'), CONFIG, "but the folder has 0 arrays"),
@@ -149,11 +143,10 @@ def test_files_of_another_length_are_refused(checkpoint, tmp_path, change):
         load(folder, "eqx")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_any_value_of_a_setting_is_read_or_explained(checkpoint, family):
     settings = json.loads((checkpoint / CONFIG).read_text()) | {"model_type": family}
     settings |= {"sliding_window": 4, "layer_types": ["sliding_attention"], "rope_parameters": {}}
-    settings |= {"query_pre_attn_scalar": 4, "rope_local_base_freq": 10.0, "head_dim": 4}
     for name in settings:
         for value in (None, True, -1, 0, 1.5, math.nan, 10**400, "", "x", [], [[1]], {"a": 1}):
             try:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from normfuse.models.attention import Cache
 from normfuse.models.config import PRESETS
 from normfuse.models.functional import build
 from normfuse.native.jaxpr import inner
@@ -78,16 +79,22 @@ def test_the_gradient_of_the_loss_is_quantized_too(params):
     assert 0.01 < distance(found, exact) < 0.1
 
 
-@pytest.mark.parametrize("framework, gated", [("nnx", True), ("eqx", False)])
-def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, params):
-    """An MLP without a gate is one function as well."""
-    activation = "silu" if gated else "gelu_tanh"
-    model = build(framework, dataclasses.replace(FP8, gated=gated, activation=activation))
-    given = model.from_dict({k: v for k, v in params.items() if gated or ".gate." not in k})
-    found = primitives(jax.make_jaxpr(jax.grad(loss(model)))(given, TOKENS).jaxpr)
-    layers = FP8.num_layers
-    assert found["normfuse_fp8_product"] == 3 * (6 + gated) * layers  # each with both gradients
-    assert found["normfuse_quantize_array of a kernel"] == (6 + gated) * layers
+def test_generation_is_not_quantized(params):
+    decoded = {}
+    for config in SMALL, FP8:
+        model = build("nnx", config)
+        cache = Cache.empty(config, 2, 24)
+        decoded[config] = jax.jit(model.decode)(model.from_dict(params), TOKENS, cache)[0]
+    np.testing.assert_array_equal(decoded[FP8], decoded[SMALL])
+
+
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_every_product_of_a_block_and_no_other_is_quantized(framework, params):
+    model = build(framework, FP8)
+    program = jax.make_jaxpr(jax.grad(loss(model)))(model.from_dict(params), TOKENS)
+    found, layers = primitives(program.jaxpr), FP8.num_layers
+    assert found["normfuse_fp8_product"] == 3 * 7 * layers  # each with both gradients
+    assert found["normfuse_quantize_array of a kernel"] == 7 * layers
     assert found["normfuse_quantize_hidden"] == layers
     assert found["normfuse_quantize_hidden_gradients"] == layers
     assert found["normfuse_attention"] == layers

@@ -1,9 +1,8 @@
-"""Two runs in one folder: the second says who is there; the lock dies with its process."""
+"""Two runs in one folder: the second is refused; the lock dies with its process."""
 
 import errno
 import fcntl
 import os
-import socket
 import subprocess
 import sys
 
@@ -34,11 +33,10 @@ def holder(tmp_path):
         process.kill()
 
 
-def test_second_run_in_a_folder_is_told_who_is_there(holder, train, tmp_path):
+def test_second_run_in_a_folder_is_refused(holder, train, tmp_path):
     code, out, err = train(steps=2)
     assert code == 2 and err.count("\n") == 1
-    assert f"--out-dir {tmp_path / 'run'} is in use by process {holder.pid}" in err
-    assert f" on {socket.gethostname()} since " in err
+    assert f"--out-dir {tmp_path / 'run'} is in use by another process (`fuser {tmp_path}" in err
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     holder.kill()
     holder.wait()
@@ -55,15 +53,9 @@ def test_file_system_without_locks_is_said(tmp_path, monkeypatch):
         assert "is on a file system without locks" in said[0]
 
 
-def test_lock_of_anything_else_is_described_safely(tmp_path):
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     path = tmp_path / ".lock"
-    path.write_bytes(b"\xff\x1b[2J")
-    with path.open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=r"is in use by \S+x1b\[2J. Stop"):
-            locked(path, print).__enter__()
-    path.unlink()
-    path.symlink_to("thesis")  # is not followed
+    path.symlink_to("thesis")
     with pytest.raises(ValueError, match="cannot be written to"):
         locked(path, print).__enter__()
     assert not (tmp_path / "thesis").exists()
