@@ -26,13 +26,12 @@ def info() -> str:
 def kernels() -> dict[str, list[Kernel]]:
     """Returns the kernels of each operation."""
     from .cross_entropy import softmax
-    from .dense import epilogue, pallas
+    from .dense import epilogue
     from .norm import op as norms
     from .quantization import gated, norm, quantize
 
     return {
         "norms": [norms.forward_kernel, norms.backward_kernel],
-        "dense": [pallas.kernel],
         "activation": [epilogue.forward_kernel, epilogue.backward_kernel],
         "loss": [softmax.statistics, softmax.gradient, softmax.both, softmax.codes],
         "quantize": [
@@ -43,18 +42,14 @@ def kernels() -> dict[str, list[Kernel]]:
 
 
 def _implementations(platforms: Sequence[str]) -> list[str]:
-    """Returns a line for each platform and op: what serves unasked, XLA, what serves on request.
-
-    Pallas's kernels are for TPUs; its dense serves on request alone.
-    """
+    """Returns a line for each platform and op: what serves unasked, XLA, what serves on request."""
     lines = []
     for where, (op, those) in itertools.product(platforms, kernels().items()):
         have = set.intersection(*[{*kernel.bodies} for kernel in those])
         serves = ["native"] * (where in have)
         if "pallas" in have and where in ("cpu", "tpu"):
             pallas = "pallas (interpreted)" if where == "cpu" else "pallas"
-            unasked = where == "tpu" and op != "dense"
-            serves = [pallas, "xla"] if unasked else [*serves, "xla", pallas]
+            serves = [pallas, "xla"] if where == "tpu" else [*serves, "xla", pallas]
         else:
             serves.append("xla")
         lines.append(f"  {where:5} {op:10} {', '.join(serves)}")

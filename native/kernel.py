@@ -36,9 +36,10 @@ class Kernel:
       definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`. It gives the
         result types, and runs where no kernel serves. `spec` is the operation's frozen dataclass of
         static parameters; its `op` is the operation the user called, for errors.
-      bodies: the kernels that exist: "cpu", `(spec, *operands)`, by C++ handlers; "cuda" and
-        "pallas", `(target, spec, *operands)`, where `target` describes the GPU or the platform. A
-        kernel with "cuda" and without "cpu" is one that XLA fuses into one loop on a CPU.
+      bodies: the kernels that exist: "cpu", `(spec, *operands)`, by C++ handlers; "cuda",
+        `(target, spec, *operands)`, where `target` describes the GPU; "pallas", `(platform, spec,
+        *operands)`. A kernel with "cuda" and without "cpu" is one that XLA fuses into one loop on
+        a CPU.
       plain_on_cuda: `(spec, *operand types) -> bool`: True if the definition was measured to be the
         fastest on a GPU, and serves by default; None for never.
       types: `(spec, *operand types) -> result types`, those of the definition, where it is slow.
@@ -141,15 +142,16 @@ class Kernel:
     def _pallas_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
         if "pallas" not in self.bodies:
             raise Unsupported("there is no Pallas kernel for this")
-        from .pallas import lowering  # Pallas is imported when it is first used
-
+        if platform not in ("cpu", "tpu"):
+            raise Unsupported("there are no Pallas kernels: they are for TPUs, interpreted on CPUs")
         _require_static_shapes(ctx)
-        target = lowering.target_for(platform)
-        body = functools.partial(self.bodies["pallas"], target, spec)
+        body = functools.partial(self.bodies["pallas"], platform, spec)
 
         def run(*values: Any) -> Any:
-            with lowering.translated():
+            try:
                 return lower(body, ctx, *values)
+            except (NotImplementedError, ImportError) as error:
+                raise Unsupported(f"Pallas cannot lower this: {error}") from error
 
         return run
 

@@ -11,7 +11,7 @@ _COLLECTIVE = re.compile(
     r"= (?P<type>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|"
     r"ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\("
 )
-_INTERPRETED = re.compile(r'op_name="[^"]*/pallas_(rms_norm|layer_norm|dense)')
+_INTERPRETED = re.compile(r'op_name="[^"]*/pallas_(rms|layer)_norm')
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 
 

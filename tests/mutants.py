@@ -260,12 +260,6 @@ MUTANTS = [
         "tests/layers/test_shared.py::test_sums_grow_on_the_right",
     ),
     Mutant(
-        "layers/dense/pallas.py",
-        "x, w = before(x, k - step * tk, 1), before(w, k - step * tk, 0)",
-        "x, w = x, w",
-        "tests/native/test_pallas.py::test_products_match_float64[(33, 600, 130)]",
-    ),
-    Mutant(
         "layers/core/activations.py",
         "return sigmoid_of(u) + x * du * sigmoid_slope(u);",
         "return sigmoid_of(u) + du * sigmoid_slope(u);",

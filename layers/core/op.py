@@ -202,9 +202,6 @@ class Op:
         if where.single:
             return lower(_on(body, _split(dims[0], leads, avals)), ctx, *values)
         if self.dims is None:
-            if order.names == ("pallas",):
-                reason = "its operands are split over a mesh; call it in shard_map over every axis"
-                report(spec.op, reason, strict=order.strict, names=order.names)
             return lower_as(plain)
         undivided: Dimensions = ()
         if self.undivided is not None:

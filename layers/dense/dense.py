@@ -4,7 +4,7 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation, Order, choose, native_or_best
+from ...native.implementation import Implementation, choose, native_or_best
 from ..core import sharding
 from ..core.activations import Activation, resolve
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
@@ -34,10 +34,8 @@ def dense(
     XLA can then add to an accumulator in place. The activation's derivative is recomputed from the
     product; nothing of its size is kept in float32.
 
-    The product is XLA's, and is partitioned as `jnp.matmul` is; with `implementation="pallas"` it
-    is one kernel with the bias and the activation, for arrays of one device, and only the
-    gradients' products are XLA's. On Explicit meshes a kernel split (as FSDP stores it) over axes
-    that split x's rows is gathered, in `dtype`.
+    The product is XLA's, and is partitioned as `jnp.matmul` is. On Explicit meshes a kernel split
+    (as FSDP stores it) over axes that split x's rows is gathered, in `dtype`.
 
     Args:
       x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
@@ -46,12 +44,11 @@ def dense(
       activation: None; a name: "gelu" (the exact one; `jax.nn.gelu`'s default is "gelu_tanh"),
         "relu", "silu", "squared_relu", "tanh" and the rest of
         `normfuse.layers.core.activations.ACTIVATIONS`; or a pure function, which is given float32.
-        "pallas" takes those with names.
       dtype: the dtype of the product and the result; None: x's.
       quantization: "fp8" for products of FP8 operands, forward and backward
         (docs/quantization.md); parameters, results and gradients keep their dtypes.
       implementation: None, "native" (bias and activation by our kernels, never by plain HLO),
-        "xla", "pallas", or several to try in order.
+        "xla", or several to try in order.
       out_sharding: the product's, as for `jax.lax.dot_general`; needed only if x and kernel are
         both split over `in` on an Explicit mesh.
 
@@ -117,19 +114,7 @@ def apply(
         del strict
         return finish(product(), bias, activation, dtype)
 
-    def in_pallas(strict: bool) -> Array:
-        for name, value in (("out_sharding", out_sharding), ("quantization", quantization)):
-            if value is not None:
-                raise NotImplementedError(
-                    f"{op}: implementation='pallas' takes no {name}; leave it out, or use 'xla'"
-                )
-
-        from . import pallas  # imported when it is first used
-
-        options = {"activation": activation, "dtype": dtype, "contract": contract}
-        return pallas.dense(x, kernel, bias, order=Order(("pallas",), strict), **options)
-
-    return choose(op, implementation, {"native": native, "pallas": in_pallas, "xla": xla})
+    return choose(op, implementation, {"native": native, "xla": xla})
 
 
 def check_shapes(

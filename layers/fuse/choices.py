@@ -35,7 +35,7 @@ _ENDS = frozenset(
     "conv_general_dilated debug_callback debug_print dot_product_attention_fwd "
     "dot_product_attention_fwd_wrapper is_finite ragged_dot ragged_dot_general".split()
 )
-_MULTIPLY = "attention", "cross_entropy", "dense_layer", "product", "tangent"
+_MULTIPLY = "attention", "cross_entropy", "product", "tangent"
 """Operations of ours with one of these in their names end it likewise."""
 _SAME = frozenset(  # each element of its own
     "convert_element_type copy copy_p name pcast pvary reduce_precision reshard "

@@ -53,10 +53,10 @@ def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
         found = call_host(f"normfuse_norm_{name}", flat, structs, **values)
         return [_from_host(norm, *one) for one in zip(results, found, types)]
 
-    def pallas(target: Any, norm: Norm, *operands: Array) -> list[Array]:
+    def pallas(platform: str, norm: Norm, *operands: Array) -> list[Array]:
         from . import pallas  # imported when it is first used
 
-        return pallas.KERNELS[name](target, norm, *operands)
+        return pallas.KERNELS[name](platform, norm, *operands)
 
     bodies: Any = {"cpu": host, "cuda": getattr(cuda, name)}
     if name in ("forward", "backward"):  # of whole rows

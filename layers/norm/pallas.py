@@ -1,20 +1,29 @@
-"""The norms in Pallas, forward and backward, on (rows, n) arrays of rows that a kernel can hold."""
+"""The norms in Pallas, forward and backward, on (rows, n) arrays of rows that a kernel can hold.
+
+Kernels take blocks of whole rows, pipelined by Mosaic on TPUs and, interpreted, on CPUs.
+"""
 
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.core import ShapedArray
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from ...native.dtypes import promoted
+from ...native.dtypes import FLOATING, promoted
 from ...native.implementation import Unsupported
-from ...native.pallas import blocks, lowering
-from ...native.pallas.blocks import Call, Out
-from ...native.pallas.lowering import Target
 from .spec import PARAMETERS, STATISTICS, Norm
 
 Values = dict[str, Any]  # a block's, by the names of `Norm.names`; and "W", the weight, or 1
+
+# Elements of a block. A TPU core has 16 MiB for every operand's block twice (one is fetched while
+# the other is used) and the values in between; a backward has five operands, 0.5 MiB each in
+# float32.
+_ELEMENTS = 1 << 17
+_ROWS, _LANES = 16, 128  # bfloat16 is laid out in tiles of (16, 128)
+LONGEST = _ELEMENTS // _ROWS  # elements of a row
 
 
 def _sum(values: Any, along: int = 1) -> Any:
@@ -30,7 +39,7 @@ def _forward(norm: Norm, n: int, stored: jnp.dtype, values: Values) -> Values:
     for _ in range(2 * norm.centred):  # the second is what rounding has left
         mean.append(_sum(centred) / n)
         centred = centred - mean[-1]
-    rstd = jax.lax.rsqrt(_sum(centred * centred) / n + norm.eps)
+    rstd = lax.rsqrt(_sum(centred * centred) / n + norm.eps)
     normal = centred * rstd
     y = (normal.astype(stored).astype(normal.dtype) if norm.cast_before else normal) * values["W"]
     y = y + values["BIAS"] if norm.has_bias else y
@@ -48,38 +57,73 @@ def _backward(norm: Norm, n: int, stored: jnp.dtype, values: Values) -> Values:
     return {"DX": dx, "DSCALE": _sum(dy * normal, 0), "DBIAS": _sum(dy, 0)}
 
 
-def _run(kernel: str, target: Target, norm: Norm, *operands: Array) -> list[Array]:
+def _run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]:
     """Runs a kernel; raises `Unsupported` for what the platform's kernels do not take."""
     if norm.heads:
         raise Unsupported("Pallas kernels take one scale for all rows")
-    dtypes = {*(a.dtype.name for a in operands), norm.compute, norm.out_dtype, norm.residual_dtype}
-    lowering.require_dtypes(target, *map(jnp.dtype, dtypes - {""}))
     names, results = norm.names(kernel)
     arrays = dict(zip(names, operands, strict=True))
     x, compute = arrays["X"], jnp.dtype(norm.compute)
-    n = x.shape[1]
-    if n > blocks.LONGEST:
-        raise Unsupported(f"Pallas kernels take rows of at most {blocks.LONGEST}, not {n}")
     sum_dtype = promoted(x.dtype, arrays.get("RESIDUAL", x).dtype)
     stored = jnp.dtype(norm.residual_dtype or sum_dtype)
-    groups = PARAMETERS, STATISTICS
-    tiles = [name for name in names if name not in (*PARAMETERS, *STATISTICS)]
-    columns, rows = ([name for name in names if name in group] for group in groups)
+    types = {"Y": norm.out_dtype, "H": stored, "DX": x.dtype}
+    taken = set(FLOATING if platform == "cpu" else ("float32", "bfloat16"))
+    dtypes = {*(a.dtype.name for a in operands), norm.compute, norm.out_dtype, norm.residual_dtype}
+    if others := dtypes - taken - {""}:
+        raise Unsupported(
+            f"Pallas kernels take {', '.join(sorted(taken))} on {platform}, not "
+            f"{', '.join(sorted(others))}"
+        )
+    m, n = x.shape
+    if n > LONGEST:
+        raise Unsupported(f"Pallas kernels take rows of at most {LONGEST}, not {n}")
+    size = min(m, max(_ROWS, _ELEMENTS // (-(-n // _LANES) * _LANES) // _ROWS * _ROWS))
 
-    def body(*values: Any) -> list[Any]:
-        given: Values = dict(zip((*tiles, *columns, *rows), [v for group in values for v in group]))
-        given["W"] = given["SCALE"] + norm.scale_offset if "SCALE" in given else 1
-        found = of_kernel(norm, n, stored, given)
-        return [found[name] for name in results]
+    def placed(name: str) -> tuple[tuple[int, int], pl.BlockSpec]:
+        """Returns the shape and the blocks of an array."""
+        if name in PARAMETERS:  # in a backward the sums of all blocks
+            return (1, n), pl.BlockSpec((1, n), lambda i: (0, 0))
+        width = 1 if name in STATISTICS else n
+        return (m, width), pl.BlockSpec((size, width), lambda i: (i, 0))
+
+    def on_block(*refs: Any) -> None:
+        values: Values = {}
+        for name, ref in zip(names, refs):
+            value = ref[...].astype(compute)
+            if m % size and name not in PARAMETERS:
+                # zero beyond the matrix: what is there is anything, and would be summed
+                index = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+                value = jnp.where(
+                    index < m - pl.program_id(0) * size, value, jnp.zeros((), compute)
+                )
+            values[name] = value
+        values["W"] = values["SCALE"] + norm.scale_offset if "SCALE" in values else 1
+        values = of_kernel(norm, n, stored, values)
+        for name, ref in zip(results, refs[len(names) :]):
+            if name in PARAMETERS:
+                zeros = jnp.zeros(ref.shape, ref.dtype)
+                pl.when(pl.program_id(0) == 0)(functools.partial(ref.__setitem__, ..., zeros))
+                ref[...] += values[name]
+            else:
+                ref[...] = values[name].astype(ref.dtype)
 
     of_kernel = {"forward": _forward, "backward": _backward}[kernel]
-    kinds: dict[str, Any] = dict.fromkeys(STATISTICS, "row")
-    kinds |= dict.fromkeys(PARAMETERS, "column sum")
-    types = {"Y": norm.out_dtype, "H": stored, "DX": x.dtype}
-    outs = [Out(kinds.get(k, "tile"), jnp.dtype(types.get(k, compute))) for k in results]
-    of = lambda group: [arrays[name] for name in group]
-    name = f"pallas_{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}"
-    return blocks.run(target, Call(name, body, of(tiles), of(columns), of(rows), outs, compute))
+    order: Any = ("arbitrary" if {*PARAMETERS} & {*results} else "parallel",)
+    # A `ShapeDtypeStruct` would have to say over which mesh axes a result varies, in words that
+    # differ among JAX's versions.
+    outs = [ShapedArray(placed(r)[0], jnp.dtype(types.get(r, compute))) for r in results]
+    values = pl.pallas_call(
+        on_block,
+        grid=(-(-m // size),),
+        in_specs=[placed(name)[1] for name in names],
+        out_specs=[placed(name)[1] for name in results],
+        out_shape=outs,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order),
+        interpret=platform == "cpu",
+        name=f"pallas_{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}",
+    )(*[array.reshape(placed(name)[0]) for name, array in arrays.items()])
+    small = {*STATISTICS, *PARAMETERS}
+    return [v.reshape(-1) if name in small else v for name, v in zip(results, values)]
 
 
 KERNELS = {kernel: functools.partial(_run, kernel) for kernel in ("forward", "backward")}

@@ -111,7 +111,7 @@ def test_context(name, case, serve):
 
 # ---------------------------------------------------------------- other implementations, and dense
 
-OTHERS = [("rms_norm", "pallas"), ("dense", "pallas"), ("dense", "xla")]
+OTHERS = [("rms_norm", "pallas"), ("dense", "xla")]
 SMOKE = ["`scan`", "`cond`, one branch without the op", "`checkpoint`"]
 
 
@@ -135,10 +135,6 @@ def test_vmap_of_other_implementations(op, implementation):
     cases = case_of(op), case_of(op, 1)
     args = [np.stack(pair) for pair in zip(*(case.args for case in cases))]
     run = jax.jit(jax.vmap(functools.partial(cases[0], implementation=implementation)))
-    if (op, implementation) == ("dense", "pallas"):
-        with pytest.raises(NotImplementedError, match="vmap over kernels"):
-            run(*args)
-        return
     expected = [stack(pair) for pair in zip(*(case.values() for case in cases))]
     cases[0].check(run(*args), expected)
 

@@ -143,18 +143,3 @@ def test_partly_manual_shard_map(rng, eight_devices):
     want = jax.grad(split_loss(dense), (0, 1, 2))(x, kernel, bias)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(f64(a), f64(b), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, -1])
-def test_pallas_layers_of_a_batch_that_lies_anywhere(rng, at):
-    """There are as many examples as features: a batch in their place would have the same shape."""
-    x = jnp.asarray(rng.standard_normal((8, 8, 8)), f32)
-    kernel = jnp.asarray(rng.standard_normal((8, 5)), f32)
-
-    def run(implementation):
-        one = functools.partial(dense, activation="silu", implementation=implementation)
-        each = jax.vmap(lambda x: one(x, kernel), at)
-        return each(x), jax.grad(lambda x: jnp.sum(jnp.sin(each(x))))(x)
-
-    for got, want in zip(run("pallas"), run("xla")):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

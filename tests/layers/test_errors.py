@@ -190,8 +190,8 @@ def test_wrong_environment_names_the_variable(monkeypatch, value):
 
 def test_missing_implementation_says_which_there_are():
     kernel = np.ones((X.shape[-1], 2), np.float32)
-    with pytest.raises(NotImplementedError, match="gated_dense has no 'pallas'.*'native'"):
-        gated_dense(X, kernel, kernel, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="^dense has no 'pallas'.*it has 'native', 'xla'"):
+        dense(X, kernel, implementation="pallas")
 
 
 def refuse(name):

@@ -9,8 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from rms_norm_cases import Batch, put, total
 
-from normfuse import dense
-
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_statistics": 1}
 CHECKS = pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "unchecked"])
@@ -79,11 +77,6 @@ def test_partial(case, serve, auto_mesh, check_vma):
         message = f"'{implementation}' cannot serve here: shard_map is man.* over every axis"
         with pytest.raises(NotImplementedError, match=message):
             jax.jit(mapped(norm(case, implementation=implementation))).lower(*case.args)
-    with pytest.raises(NotImplementedError, match="'pallas' cannot serve here: shard_map is man"):
-        x, kernel = case.args[0], np.ones((16, 16), np.float32)
-        product = norm(dense, implementation="pallas")
-        options |= {"in_specs": (rows, P()), "mesh": auto_mesh}
-        jax.jit(jax.shard_map(product, **options)).lower(x, kernel)
 
 
 @pytest.mark.parametrize("layout", ["rows", "features"])

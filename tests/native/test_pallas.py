@@ -1,4 +1,4 @@
-"""The Pallas kernels: values of every backend, interpreted, and lowered programs."""
+"""The Pallas kernels: values, interpreted, and lowered programs."""
 
 import functools
 import logging
@@ -9,20 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from combinations import half
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from norm_kernels import KERNELS, norm_of
 from reference import Expected, assert_close, wide
 
-from normfuse import dense, rms_norm
-from normfuse.layers.core.activations import SCALARS
-from normfuse.layers.dense import pallas as dense_pallas
+from normfuse import rms_norm
+from normfuse.layers.norm import pallas
 from normfuse.native import implementation
 from normfuse.native.implementation import Order
-from normfuse.native.pallas import blocks
-from normfuse.native.pallas.lowering import Target
 
-CPU = Target("cpu")
 FLAGS = {"scale_offset": 1.0, "has_scale": True}
 
 
@@ -58,32 +52,11 @@ def check(got, want, terms):
     ids=str,
 )
 def test_kernels_match_the_definition(monkeypatch, name, shape):
-    monkeypatch.setattr(blocks, "_ELEMENTS", 16 * 128)  # several blocks, the last beyond the end
+    monkeypatch.setattr(pallas, "_ELEMENTS", 16 * 128)  # several blocks, the last beyond the end
     operands, params = calls(shape)[name]
     kernel, norm = KERNELS[name], norm_of(params)
-    got = jax.jit(functools.partial(kernel.bodies["pallas"], CPU, norm))(*operands)
+    got = jax.jit(functools.partial(kernel.bodies["pallas"], "cpu", norm))(*operands)
     check(got, kernel.definition(norm, *operands), terms=shape[1] + shape[0])
-
-
-@pytest.mark.parametrize("size", [(5, 7, 3), (33, 600, 130)], ids=str)
-def test_products_match_float64(size):
-    (m, k, n), rng = size, np.random.default_rng(0)
-    x, w, b = (jnp.asarray(rng.standard_normal(s), "bfloat16") for s in ((m, k), (k, n), (n,)))
-    spec = dense_pallas.Dense(function=SCALARS["relu"], has_bias=True, keep=True)
-    y, z = jax.jit(functools.partial(dense_pallas.run, CPU, spec))(x, w, b)
-    sums = wide(x) @ wide(w) + wide(b)
-    size = np.abs(wide(x)) @ np.abs(wide(w)) + np.abs(wide(b))
-    assert_close(z, Expected(sums, size, k))
-    assert_close(y, Expected(np.maximum(sums, 0), size, k))
-
-
-@pytest.mark.parametrize("name", SCALARS)
-def test_activations_on_what_every_backend_has(name):
-    x = jnp.concatenate([jnp.linspace(-12, 12, 2001), jnp.array([0.0, 1e-4, -1e-4, 1e-20])])
-    function = SCALARS[name]
-    got, want = dense_pallas.activation_within(function)(x), function(x)
-    # erf is within 1e-7 of its own value near 0 and of 1 elsewhere; others to a few roundings
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7 * 12)
 
 
 # ---------------------------------------------------------------- lowering
@@ -118,24 +91,6 @@ def test_norms_lower_to_kernels_on_tpus_alone(x64):
             lowered(functools.partial(rms_norm, **PALLAS), x, platform=platform)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_products_lower_to_kernels_on_tpus_alone(dtype):
-    def text(function, platform="tpu"):
-        operands = S((50, 72), dtype), S((72, 40), dtype), S((40,), "float32")
-        fn = functools.partial(dense, activation=function, **PALLAS)
-        return lowered(fn, *operands, platform=platform)
-
-    with pytest.raises(NotImplementedError, match="on cuda, there are no Pallas kernels"):
-        text("gelu", "cuda")
-    if dtype == "float16":
-        with pytest.raises(NotImplementedError, match="bfloat16, float32 on tpu, not float16"):
-            text("gelu")
-        return
-    for one in SCALARS if dtype == "bfloat16" else ("gelu", "softplus"):
-        of_one = text(one)
-        assert count(of_one, "tpu_custom_call") == 1 and "stablehlo.dot_general" not in of_one
-
-
 def test_nothing_asked_for_is_pallas_on_tpus_alone(caplog, monkeypatch):
     monkeypatch.setattr(implementation, "_plain", {})
     x = S((8, 64), "bfloat16")
@@ -159,33 +114,6 @@ def test_cuda_without_the_compiler_is_plain_and_logged(caplog, monkeypatch):
 
 
 # ---------------------------------------------------------------- unserved contexts
-
-
-def test_an_activation_without_a_name_is_refused():
-    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
-    with pytest.raises(NotImplementedError, match="activations with names alone, got <.*use 'xla'"):
-        dense(x, w, activation=jax.nn.softmax, **PALLAS)
-    either = dense(x, w, activation=jax.nn.softmax, implementation=("pallas", "xla"))
-    np.testing.assert_allclose(either, jax.nn.softmax(x @ w), rtol=1e-6)
-
-
-def test_a_product_over_a_mesh_or_with_kernels_of_examples_is_refused(rng, eight_devices):
-    """Where several were asked for, XLA computes these, split as any product."""
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), "float32")
-    x, w = draw(8, 16), draw(16, 8)
-    layer = lambda implementation: functools.partial(
-        dense, activation="silu", implementation=implementation
-    )
-    want = jax.jit(layer("xla"))(x, w)
-    split = jax.device_put(x, NamedSharding(Mesh(eight_devices, "d"), P("d")))
-    with pytest.raises(NotImplementedError, match="split over a mesh.*shard_map"):
-        jax.jit(layer("pallas"))(split, w)
-    either = jax.jit(layer(("pallas", "xla")))(split, w)
-    np.testing.assert_allclose(either, want, rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="vmap over kernels"):
-        jax.vmap(layer("pallas"))(x[:, None], jnp.stack([w] * 8))
-    rows = jax.vmap(layer("pallas"), (0, None))(x[:, None], w)
-    np.testing.assert_allclose(rows[:, 0], want, rtol=1e-5, atol=1e-5)
 
 
 def test_symbolic_shapes_are_refused():

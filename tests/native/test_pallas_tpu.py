@@ -51,24 +51,13 @@ def test_norms_compile(devices, shape, dtype):
     assert compiled(jax.grad(loss, (0, 1, 2)), x, x, scale) == 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("size", [(7, 100, 30), (4096, 4096, 14336), (1000, 700, 72)], ids=str)
-@pytest.mark.parametrize("activation", ["gelu", "mish"])
-def test_products_compile(devices, size, dtype, activation):
-    (m, k, n), one = size, functools.partial(on, devices[:1])
-    fn = jax.grad(
-        lambda *a: jnp.sum(jnp.sin(dense(*a, activation=activation, **PALLAS))), (0, 1, 2)
-    )
-    assert compiled(fn, one((m, k), dtype), one((k, n), dtype), one((n,), "float32")) == 1
-
-
 def test_a_mesh_compiles(devices):
     def loss(x, scale, kernel):
         h = rms_norm(x, scale, **PALLAS)
-        return jnp.sum(dense(h, kernel, activation="silu", **PALLAS).astype("float32") ** 2)
+        return jnp.sum(dense(h, kernel, activation="silu").astype("float32") ** 2)
 
     four = functools.partial(on, devices, names=("data", "model"))
     x = four((256, 512), "bfloat16", P("data"))
     kernel = four((512, 1024), "bfloat16", P(None, "model"))
     with jax.set_mesh(x.sharding.mesh):
-        assert compiled(jax.grad(loss, (0, 1, 2)), x, four((512,), "float32"), kernel) == 3
+        assert compiled(jax.grad(loss, (0, 1, 2)), x, four((512,), "float32"), kernel) == 2
