@@ -82,18 +82,8 @@ def _added(norm, residual: bool):
 
 def _modes(norm, backward, residual: bool) -> Contestant:
     """The modes of a function of (x, scale, bias[, residual]) and its backward."""
-    take = lambda x, r, w: (x, w, 0.5 * w, *[r] * residual)
-    cts = lambda dy, dh: (dy, *[dh] * residual)
-
-    def both(x, r, w, dy, dh, _):
-        out, pull = jax.vjp(norm, *take(x, r, w))
-        return out, pull(cts(dy, dh))
-
-    return {
-        "forward": lambda x, r, w, *_: norm(*take(x, r, w)),
-        "backward": backward,
-        "both": both,
-    }
+    forward = lambda x, r, w, *_: norm(x, w, 0.5 * w, *[r] * residual)
+    return {"forward": forward, "backward": backward}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,8 @@ h = x + residual is normalised and returned too, and the gradient takes dh, that
 
   forward   y, or (y, h)
   backward  (dx, dscale), from rstd as the forward saved it where the library lets one
-  dx        dx alone: a frozen scale
-  both      forward and backward in one program: (y, dx, dscale)
 """
 
-import functools
 import importlib.util
 from collections.abc import Callable
 
@@ -47,12 +44,12 @@ def _normfuse(residual: bool) -> Contestant:
         r = r if residual else None
         return rms_norm(x, w, residual=r, eps=EPS, implementation="native")
 
-    def backward(x, r, w, dy, dh, rstd, with_dscale=True):
+    def backward(x, r, w, dy, dh, rstd):
         operands = [dy, x, w, rstd[:, 0], *[dh] * residual]
-        norm = Norm(has_scale=True, has_residual=residual, with_dscale=with_dscale)
+        norm = Norm(has_scale=True, has_residual=residual, with_dscale=True)
         return backward_kernel(norm, *operands, order=order)
 
-    return _contestant(forward, backward, residual)
+    return {"forward": forward, "backward": backward}
 
 
 def _plain(x, w):
@@ -70,16 +67,16 @@ def _xla(residual: bool) -> Contestant:
         h = x + r
         return _plain(h, w), h
 
-    def backward(x, r, w, dy, dh, rstd, with_dscale=True):
+    def backward(x, r, w, dy, dh, rstd):
         wide_x, wide_dy = x.astype(jnp.float32), dy.astype(jnp.float32)
         normal, g = wide_x * rstd, wide_dy * w
         dx = rstd * (g - normal * jnp.mean(g * normal, -1, keepdims=True))
         if residual:
             dx = dx + dh.astype(jnp.float32)
         dx = dx.astype(x.dtype)
-        return (dx, jnp.sum(wide_dy * normal, 0)) if with_dscale else dx
+        return dx, jnp.sum(wide_dy * normal, 0)
 
-    return _contestant(forward, backward, residual)
+    return {"forward": forward, "backward": backward}
 
 
 def _nnx(x, w):
@@ -112,39 +109,15 @@ def _differentiated(norm: Callable, residual: bool) -> Contestant:
         h = x + r
         return norm(h, w), h
 
-    def backward(x, r, w, dy, dh, rstd, with_dscale=True):
+    def backward(x, r, w, dy, dh, rstd):
         # x is h here, as the forward saved it
-        if with_dscale:
-            dx, dscale = jax.vjp(norm, x, w)[1](dy)
-        else:
-            (dx,), dscale = jax.vjp(lambda x: norm(x, w), x)[1](dy), None
+        dx, dscale = jax.vjp(norm, x, w)[1](dy)
         return (dx + dh if residual else dx), dscale
 
-    return _contestant(forward, backward, residual)
-
-
-def _contestant(forward: Callable, backward: Callable, residual: bool) -> Contestant:
-    """Every mode, from a forward and a backward that takes `with_dscale`."""
-    return {
-        "forward": forward,
-        "backward": backward,
-        "dx": functools.partial(backward, with_dscale=False),
-        "both": _both(forward, residual),
-    }
-
-
-def _both(forward: Callable, residual: bool) -> Callable:
-    def both(x, r, w, dy, dh, rstd):
-        if residual:
-            out, pull = jax.vjp(forward, x, r, w)
-            return out, pull((dy, dh))
-        out, pull = jax.vjp(lambda x, w: forward(x, None, w), x, w)
-        return out, pull(dy)
-
-    return both
+    return {"forward": forward, "backward": backward}
 
 
 def moved(mode: str, residual: bool) -> int:
     """Arrays as large as x that must be read or written, each once."""
     forward, backward = (4, 4) if residual else (2, 3)
-    return {"forward": forward, "both": forward + backward}.get(mode, backward)
+    return {"forward": forward, "backward": backward}[mode]

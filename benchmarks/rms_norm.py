@@ -1,7 +1,7 @@
 """Device times of RMSNorm, a copy and every library at hand, in one run.
 
     python -m benchmarks.rms_norm                    # the headline: four shapes, bfloat16
-    python -m benchmarks.rms_norm --part shapes      # or widths, dtypes, modes, small
+    python -m benchmarks.rms_norm --part shapes      # or widths, dtypes, small
     python -m benchmarks.rms_norm --residual         # the same with a residual, added before
 
 Times are sums over a call's kernels, from CUPTI; inputs are taken in turn so that none is in the
@@ -40,7 +40,6 @@ PARTS = {  # shapes, dtypes, modes
     "shapes": (SHAPES, ["bfloat16"], ["forward", "backward"]),
     "widths": (WIDTHS, ["bfloat16"], ["forward", "backward"]),
     "dtypes": (HEADLINE, ["float16", "float32"], ["forward", "backward"]),
-    "modes": (HEADLINE, ["bfloat16"], ["dx", "both"]),
     "small": (SMALL, ["bfloat16"], ["forward", "backward"]),
 }
 
@@ -63,7 +62,7 @@ def measure(
 ) -> list[dict]:
     """One record a shape, dtype, mode and library."""
     shapes, dtypes, modes = PARTS[part]
-    modes, records = [mode for mode in modes if mode in libraries["normfuse"]], []
+    records = []
     for (rows, n), dtype in [(shape, dtype) for dtype in dtypes for shape in shapes]:
         size = rows * n * jnp.dtype(dtype).itemsize
         sets = operands(rows, n, dtype, 1 if part == "small" else sets_for(3 * size))

@@ -51,6 +51,7 @@ class Order:
 
 BEST = Order((), strict=False)
 NATIVE = Order(("native",), strict=True)
+PLAIN = Order(("xla",), strict=False)  # the definition, in place of any kernel
 
 
 def native_or_best(strict: bool) -> Order:

@@ -43,15 +43,3 @@ def quantize(
         *codes, scale = cast_kernel(spec, x, maxima, order=order)
     q, qt = codes[0] if plain else None, codes[-1] if transpose else None
     return Quantized(q, qt, scale.reshape(()))
-
-
-def product(a, a_scale, b, b_scale, dtype, *, add_to=None):
-    """`a_scale · b_scale · a · bᵀ`, added to `add_to`: one call of cuBLASLt on GPUs with FP8.
-
-    Without scales it is the raw product, whose reader applies them.
-    """
-    dims = (((1,), (1,)), ((), ()))
-    result = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.dtype(dtype))
-    if a_scale is not None:
-        result = result * (a_scale * b_scale).astype(dtype)
-    return result if add_to is None else add_to + result

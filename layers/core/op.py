@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...native import jax_private
-from ...native.implementation import BEST, Order, report
+from ...native.implementation import BEST, PLAIN, Order, report
 from ...native.kernel import Body, lower, result_types
 from .sharding import Dimensions, Dims, Loose, axes_of, devices_of, name_callback, shared_by, whole
 
@@ -74,7 +74,8 @@ class Op:
 
     Attributes:
       name: the primitive is `normfuse_<name>`.
-      definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`.
+      definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`; None for the
+        body's, of whole arrays, with definitions in place of its kernels.
       dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
         `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
         operand, then what a second one adds. Parameters' are `Loose`. None for an operation whose
@@ -104,7 +105,7 @@ class Op:
     """
 
     name: str
-    definition: Body
+    definition: Body | None
     _: dataclasses.KW_ONLY
     dims: Callable[..., Dims] | None = None
     body: Body | None = None
@@ -142,6 +143,10 @@ class Op:
 
     def plain(self, spec: Any, *operands: Array) -> Results:
         """Returns the definition's results."""
+        if self.definition is None:
+            assert self.body is not None
+            split = _split(self._dims(spec, operands)[0], self._leads(spec), operands)
+            return list(self.body(spec, split, *operands, order=PLAIN))
         return list(self.definition(spec, *operands))
 
     def _leads(self, spec: Any) -> Leads:
@@ -161,7 +166,7 @@ class Op:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         if types is None:
             of = tuple((a.shape, a.dtype) for a in operands)
-            types = result_types(self.definition, spec, of)
+            types = result_types(self.plain, spec, of)
         inputs, outputs = self._dims(spec, operands)
         leads, entries = self._leads(spec), {}
         for lead in reversed(leads):  # the first decides
@@ -472,8 +477,6 @@ def where_lowered(ctx: Any, lead: Any) -> _Where:
 #     gradients(cts, kept, likes) -> gradients
 #     rows(kept) -> places or None      of a batch dimension; see `Tangent`
 #     with_batch() -> function          of rows with one more dimension, the first
-#     with_kernels(kept, tangents)      optional: the function where those that are True have one
-#                                       more dimension, the first; None for `vmap`
 #
 # `kept` is a tree of arrays, None for what is not there; so are tangents that do not move,
 # gradients of results that nobody uses and, among `likes`, the types of tangents without one.
@@ -526,7 +529,7 @@ class _Operation:
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> Sequence[Array]:
         """Returns the tangent of the definition."""
-        formula = self.differentiated.formula or self.differentiated.definition
+        formula = self.differentiated.formula or self.differentiated.plain
         along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, kept[0])]
         return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], along)[1]
 
@@ -609,15 +612,11 @@ def _vmapped(function: Callable[..., Any], spec: Tangent, *lead: int) -> Callabl
 
 def _batch_tangent(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
     places, has = spec.places(), tuple(d is not None for d in dims)
-    of_kernels = None if spec.vmaps else getattr(spec.function, "with_kernels", None)
     if places is not None and all(h == (p >= 0) for h, p in zip(has, places)):
         spec = replace(spec, function=spec.function.with_batch(), results=())
     else:
         places = [0] * len(dims)
-        if of_kernels and (function := of_kernels(*spec.read(has))):
-            spec = replace(spec, function=function, results=())
-        else:
-            spec = replace(spec, vmaps=(has, *spec.vmaps), results=())
+        spec = replace(spec, vmaps=(has, *spec.vmaps), results=())
     moved = [a if d is None else jnp.moveaxis(a, d, p) for a, d, p in zip(operands, dims, places)]
     results = op(spec, *moved, order=order)
     return results, [0] * len(results)

@@ -17,15 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from ...native.dtypes import CUDA_TYPES
-from ...native.implementation import Order
+from ...native.implementation import PLAIN, Order
 from ...native.kernel import Body, Kernel
 from ...native.launch import Target, launch
 from ..core.activations import Scalar, with_activation
 from ..core.op import Dims, Op, Split, batch_at
 from .quantize import (
-    AMAX_THREADS,
     E4M3,
-    AmaxLayout,
     CastLayout,
     Codes,
     as_bytes,
@@ -35,13 +33,12 @@ from .quantize import (
     decoded,
     define_amax,
     define_cast,
+    launch_amax,
     no_second_derivative,
     scale_of,
     tile_macros,
 )
 from .quantize import amax_kernel as matrix_amax_kernel
-
-_AMAX_LAYOUT = AmaxLayout(unroll=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,20 +169,9 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
 
 def cuda_amax(target: Target, spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
     """`(a[, up]) -> maxima` on a GPU."""
-    size, count = arrays[0].size, 2 * len(arrays)
-    blocks = _AMAX_LAYOUT.blocks(size, arrays[0].dtype.itemsize, target)
-    macros = _macros(arrays[0], len(arrays) > 1)
-    (maxima,) = launch(
-        with_activation("quantize_gated_amax.cu", spec.function),
-        "quantize_gated_amax",
-        arrays,
-        [jax.ShapeDtypeStruct((count, blocks), jnp.float32)],
-        target=target,
-        macros=macros | {"THREADS": AMAX_THREADS, "UNROLL": _AMAX_LAYOUT.unroll},
-        grid=blocks,
-        block=AMAX_THREADS,
-        ints=(size,),
-    )
+    source, count = with_activation("quantize_gated_amax.cu", spec.function), 2 * len(arrays)
+    of, macros = (source, "quantize_gated_amax"), _macros(arrays[0], len(arrays) > 1)
+    maxima = launch_amax(target, *of, arrays, macros, count=(count,), unroll=2)
     largest = jnp.max(maxima, axis=1, keepdims=True)
     return [largest[i] for i in range(count)]
 
@@ -269,22 +255,12 @@ def _dims(names: Sequence[str], ndim: int) -> list[tuple[int, ...]]:
     return [{"q": every, "qt": (last, *rows), "scale": ()}[name] for name in names]
 
 
-def _define_hidden(spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
-    maxima = amax_kernel.definition(spec, *_matrices(arrays))
-    return _hidden_by(spec, functools.partial(forward_kernel.definition, spec), maxima, arrays)
-
-
 def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list[jax.Array]:
-    if arrays[0].size == 0:
-        return _define_hidden(spec, *arrays)
+    order = order if arrays[0].size else PLAIN
     found = amax_kernel(spec, *_matrices(arrays), order=order)
     maxima = [split.pmax(maximum, range(arrays[0].ndim)) for maximum in found]
-    return _hidden_by(spec, functools.partial(forward_kernel, spec, order=order), maxima, arrays)
-
-
-def _hidden_by(spec: Gated, kernel, maxima, arrays) -> list[jax.Array]:
     h, *of_arrays = maxima[: 2 + spec.has_up]
-    results = kernel(*_matrices(arrays), jnp.concatenate(maxima))
+    results = forward_kernel(spec, *_matrices(arrays), jnp.concatenate(maxima), order=order)
     results = _restored(results, _results(spec, gradient=False), arrays[0])
     scales, value = results[3::2], maxima[-1] if spec.has_up else h
     limits = [limit(value, scales[0], SLOPES[spec.function.name])]
@@ -297,28 +273,18 @@ def _hidden_dims(spec: Gated, ndim: int) -> Dims:
     return _dims(["q"] * (1 + spec.has_up), ndim), _dims(names, ndim)
 
 
-def _define_hidden_gradients(spec: Gated, dh: jax.Array, *kept: jax.Array) -> list[jax.Array]:
-    kernel = functools.partial(gradient_kernel.definition, spec)
-    return _gradients_by(spec, kernel, *define_amax(dh), dh, *kept)
-
-
 def _hidden_gradients(
     spec: Gated, split: Split, dh: jax.Array, *kept: jax.Array, order: Order
 ) -> list[jax.Array]:
-    if dh.size == 0:
-        return _define_hidden_gradients(spec, dh, *kept)
+    order = order if dh.size else PLAIN
     (maximum,) = matrix_amax_kernel(Codes(op=spec.op), *_matrices([dh]), order=order)
     maximum = split.pmax(maximum, range(dh.ndim))
-    kernel = functools.partial(gradient_kernel, spec, order=order)
-    return _gradients_by(spec, kernel, maximum, dh, *kept)
-
-
-def _gradients_by(spec: Gated, kernel, maximum, dh, *kept) -> list[jax.Array]:
     *pairs, activation, up, h = kept
     slope = SLOPES[spec.function.name]
     bounds = gradient_bounds(maximum.reshape(()), activation, up, slope)[: 1 + spec.has_up]
     operands = *_matrices([dh, *pairs[::2]]), jnp.stack(pairs[1::2]), jnp.stack([*bounds, h])
-    return _restored(kernel(*operands), _results(spec, gradient=True), dh)
+    results = gradient_kernel(spec, *operands, order=order)
+    return _restored(results, _results(spec, gradient=True), dh)
 
 
 def _gradient_dims(spec: Gated, ndim: int) -> Dims:
@@ -348,7 +314,7 @@ def _batch_rows(op: Op, args: Any, dims: Any, *, spec: Gated, order: Order) -> A
 
 hidden_gradients = Op(
     "quantize_hidden_gradients",
-    _define_hidden_gradients,
+    None,
     dims=_gradient_dims,
     body=_hidden_gradients,
     batch=_batch_rows,
@@ -360,7 +326,7 @@ hidden_gradients = Op(
 """
 hidden = Op(
     "quantize_hidden",
-    _define_hidden,
+    None,
     dims=_hidden_dims,
     body=_hidden,
     batch=_batch_rows,

@@ -22,14 +22,14 @@ from jax import Array
 
 from ...native import jax_private
 from ...native.dtypes import promoted
-from ...native.implementation import BEST, Order
+from ...native.implementation import BEST, PLAIN, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
 from ..core.op import Dims, Op, Split, batch_at, match
 from ..norm import op as rms_norm
 from ..norm.kernels import apply_kernel, forward_kernel, row_statistics_kernel
 from ..norm.layouts import MAX_CLUSTER, REGISTERS, round_up
-from ..norm.spec import Norm, add, define_apply, define_forward, rstd_of
+from ..norm.spec import Norm, add, rstd_of
 from .quantize import (
     COLUMNS,
     INPUTS,
@@ -94,29 +94,10 @@ def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Array)
     return [*cast(spec.codes, y.reshape(-1, y.shape[-1]), bound), *others]
 
 
-# By kernel, of a function that encodes:
-# `(x[, residual][, scale][, bias], bound) -> ([q,] [qt,] scale (1,)[, h][, mean], rstd)`
-# `(h[, scale][, bias][, mean], rstd, bound) -> ([q,] [qt,] scale (1,))`
-_DEFINITIONS = {
-    "quantize_norm": functools.partial(_norm_and_cast, define_forward),
-    "quantize_norm_apply": functools.partial(_norm_and_cast, define_apply),
-}
-
-
 # ---------------------------------------------------------------- kernels
 
 
 _NARROW = 32  # threads along a row's part: with more than one each, more blocks share the row
-
-
-class _Blocks(NamedTuple):
-    """The best threads and registers of a block of 16 rows or more."""
-
-    threads: int  # enough, if four rows of threads are as many
-    registers: int  # a thread's
-
-
-_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # without, with a residual
 _LEAST_REGISTERS = 72  # a thread's; neither spills with these
 
 
@@ -135,7 +116,8 @@ def layout(
     (benchmarks/results).
     """
     vectors, most = -(-columns // 8), MAX_CLUSTER if target.clusters else 1
-    wanted = _ADDED if has_residual else _ALONE
+    # Threads of a block that are enough, if four rows of them are as many, and registers of each.
+    wanted, registers = (128, 128) if has_residual else (256, 96)
     width = {b: _width(-(-vectors // b)) for b in (8, 4, 2, 1) if b <= most}
     fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * _NARROW]
     blocks = (fits or [1])[0]
@@ -145,10 +127,10 @@ def layout(
         chosen = CastLayout(width[blocks], height, 4, group=1)
         threads = chosen.width * height
         shared = shared_bytes(chosen, blocks, itemsize, centred=centred)
-        enough = max(_LEAST_THREADS, min(wanted.threads, 4 * chosen.width), 2 * chosen.width)
+        enough = max(_LEAST_THREADS, min(wanted, 4 * chosen.width), 2 * chosen.width)
         if threads <= min(enough, _MOST_THREADS) and shared <= target.shared_memory:
             room = target.blocks_with(shared)
-            fit = min(REGISTERS // wanted.registers // threads, room)
+            fit = min(REGISTERS // registers // threads, room)
             # Two blocks, even with fewer registers: a block's threads wait for memory together.
             two = min(2, REGISTERS // _LEAST_REGISTERS // threads, room)
             return replace(chosen, min_blocks=max(1, two, fit))
@@ -172,11 +154,6 @@ def shared_bytes(
     exchanged = 16 + 4 * arriving if blocks > 1 else 0
     held = chosen.held(itemsize) + COLUMNS * chosen.width * parameters
     return held + 4 * (3 if centred else 1) * rows * warps + exchanged
-
-
-def apply_layout() -> CastLayout:
-    """The layout of the pass that is given the rows' statistics."""
-    return CastLayout(batch=4, min_blocks=4)
 
 
 def _launch(
@@ -276,18 +253,20 @@ def cuda_apply(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     if not shares_rows(alone, operands[0].shape):
         return _apart_on_cuda(apply_kernel, target, spec, *operands)
     given = _named(alone, "apply", operands)
-    return _launch(target, spec, apply_layout(), given, 0.0)
+    return _launch(target, spec, CastLayout(batch=4, min_blocks=4), given, 0.0)
 
 
 def _kernel(name: str, kernel: Kernel, cuda: Any) -> Kernel:
     """Returns a kernel that is, on the CPU, the norm's and then the quantizer's in C++."""
     cpu = functools.partial(_norm_and_cast, kernel.bodies["cpu"], cpu_cast)
-    definition = functools.partial(_DEFINITIONS[name], define_cast)
+    definition = functools.partial(_norm_and_cast, kernel.definition, define_cast)
     return Kernel(name, definition, {"cpu": cpu, "cuda": cuda})
 
 
 codes_kernel = _kernel("quantize_norm", forward_kernel, cuda_codes)
+"""`(x[, residual][, scale][, bias], bound) -> ([q,] [qt,] scale (1,)[, h][, mean], rstd)`."""
 apply_codes_kernel = _kernel("quantize_norm_apply", apply_kernel, cuda_apply)
+"""`(h[, scale][, bias][, mean], rstd, bound) -> ([q,] [qt,] scale (1,))`."""
 
 
 # ---------------------------------------------------------------- the operation on global arrays
@@ -311,17 +290,10 @@ def _seen(spec: NormCodes, operands: Any) -> tuple[NormCodes, list[Array], list[
     return replace(spec, norm=rms_norm.local(norm)), arrays[:large], arrays[large:]
 
 
-def _define(spec: NormCodes, *operands: Array) -> list[Array]:
-    """`(x[, residual][, scale][, bias]) -> ([q,] [qt,] scale ()[, h][, mean], rstd)` in JAX."""
-    x, (here, large, parameters) = operands[0], _seen(spec, operands)
-    bound = _bound(spec.norm, parameters, x.shape[-1])
-    return _restored(spec, x, codes_kernel.definition(here, *large, *parameters, bound))
-
-
 def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list[Array]:
+    """`(x[, residual][, scale][, bias]) -> ([q,] [qt,] scale ()[, h][, mean], rstd)`."""
     x, norm = operands[0], spec.norm
-    if x.size == 0:
-        return _define(spec, *operands)
+    order = order if x.size else PLAIN
     here, large, parameters = _seen(spec, operands)
     bound = _bound(norm, parameters, split.count(norm.axes))
     bound = split.pmax(bound, (*norm.heads, *norm.axes))
@@ -374,7 +346,7 @@ def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
 
 
 _rules = {"batch": _batch, "jvp": no_second_derivative}
-op = Op("quantize_norm_array", _define, dims=_dims, body=_body, **_rules)
+op = Op("quantize_norm_array", None, dims=_dims, body=_body, **_rules)
 jax_private.on_unused_results(op.primitive, _drop_qt)
 
 

@@ -9,7 +9,9 @@ float8_e4m3fn, which has numbers to 448, for a format that ends at 240 (jax-ml/j
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,8 +20,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native import registry
+from ...native.compiler import Source
 from ...native.dtypes import CUDA_TYPES
-from ...native.implementation import BEST, Order
+from ...native.implementation import BEST, PLAIN, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch
 from ..core.op import Dims, Op, Split
@@ -136,6 +139,8 @@ def _as_float(bits: jax.Array) -> jax.Array:
 
 _ROWS, COLUMNS = 16, 8  # a thread's part of a tile
 AMAX_THREADS = 512
+AMAX_BLOCKS = 4  # for each multiprocessor
+AMAX_UNROLL = 4  # vectors of 16 bytes that a thread loads together
 _LARGE = 7 << 25  # bytes: more tiles than the multiprocessors take in a few rounds
 
 
@@ -164,23 +169,6 @@ class CastLayout:
         return self.width * self.height * _ROWS * COLUMNS * itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class AmaxLayout:
-    """How the threads of quantize_amax.cu share an array."""
-
-    blocks_each: int = 4  # blocks for each multiprocessor
-    unroll: int = 4  # vectors of 16 bytes that a thread loads together
-
-    def blocks(self, size: int, itemsize: int, target: Target) -> int:
-        """The number of blocks: at least one, which writes 0 for an empty array."""
-        vectors = -(-size * itemsize // 16)
-        wanted = -(-vectors // (AMAX_THREADS * self.unroll))
-        return max(1, min(wanted, self.blocks_each * target.multiprocessors))
-
-
-AMAX_LAYOUT = AmaxLayout()
-
-
 def cast_layout(rows: int, columns: int, itemsize: int, target: Target) -> CastLayout:
     """The layout that was measured to be best on an H200 (benchmarks/results)."""
     if target.capability == 90 and rows * columns * itemsize >= _LARGE:
@@ -205,25 +193,41 @@ def tile_macros(layout: CastLayout, codes: Codes, rows: int, columns: int) -> di
     }
 
 
-def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
-    """The largest magnitude that each block finds; the largest of them is that of x."""
-    blocks = AMAX_LAYOUT.blocks(x.size, x.dtype.itemsize, target)
+def launch_amax(
+    target: Target,
+    source: str | Source,
+    kernel: str,
+    arrays: Sequence[jax.Array],
+    macros: dict[str, Any],
+    *,
+    count: tuple[int, ...] = (),
+    unroll: int,
+) -> jax.Array:
+    """Launches a kernel whose blocks, at least one, each find the largest of `count` magnitudes.
+
+    Returns: `(*count, blocks)`; a block of an empty array finds 0.
+    """
+    x = arrays[0]
+    wanted = -(-x.size * x.dtype.itemsize // (16 * AMAX_THREADS * unroll))
+    blocks = max(1, min(wanted, AMAX_BLOCKS * target.multiprocessors))
     (maxima,) = launch(
-        "quantize_amax.cu",
-        "quantize_amax",
-        [x],
-        [jax.ShapeDtypeStruct((blocks,), jnp.float32)],
+        source,
+        kernel,
+        arrays,
+        [jax.ShapeDtypeStruct((*count, blocks), jnp.float32)],
         target=target,
-        macros={
-            "X_TYPE": CUDA_TYPES[x.dtype.name],
-            "THREADS": AMAX_THREADS,
-            "UNROLL": AMAX_LAYOUT.unroll,
-        },
+        macros=macros | {"THREADS": AMAX_THREADS, "UNROLL": unroll},
         grid=blocks,
         block=AMAX_THREADS,
         ints=(x.size,),
     )
     return maxima
+
+
+def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
+    """The largest magnitude that each block finds; the largest of them is that of x."""
+    of, macros = ("quantize_amax.cu", "quantize_amax"), {"X_TYPE": CUDA_TYPES[x.dtype.name]}
+    return launch_amax(target, *of, [x], macros, unroll=AMAX_UNROLL)
 
 
 def _cuda_amax(target: Target, codes: Codes, x: jax.Array) -> list[jax.Array]:
@@ -350,15 +354,9 @@ def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
     return jax.lax.bitcast_convert_type(codes, dtype) if codes.dtype == jnp.uint8 else codes
 
 
-def define(spec: Codes, x: Array) -> list[Array]:
-    """`(x,) -> ([q,] [qt,] scale ())` in plain JAX."""
-    return _restored(spec, x, define_quantize(spec, _matrix(spec, x)))
-
-
 def _body(spec: Codes, split: Split, x: Array, *, order: Order) -> list[Array]:
-    if x.size == 0:
-        return define(spec, x)
-    matrix, every = _matrix(spec, x), range(x.ndim)
+    """`(x,) -> ([q,] [qt,] scale ())`."""
+    matrix, every, order = _matrix(spec, x), range(x.ndim), order if x.size else PLAIN
     if not split.over(every):
         return _restored(spec, x, quantize_kernel(spec, matrix, order=order))
     (maximum,) = amax_kernel(spec, matrix, order=order)
@@ -379,7 +377,7 @@ def _dims(spec: Codes, ndim: int) -> Dims:
 def _batch(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -> Any:
     (x,), (dim,) = args, dims
     if not spec.rows:
-        results = jax.vmap(lambda x: define(spec, x), dim)(x)
+        results = jax.vmap(functools.partial(op.plain, spec), dim)(x)
         return results, [0] * len(results)
     columns = x.ndim - 1 - spec.split
     results = op(replace(spec, split=spec.split + 1), jnp.moveaxis(x, dim, 0), order=order)
@@ -387,7 +385,7 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -> Any:
 
 
 _rules = {"batch": _batch, "jvp": no_second_derivative}
-op = Op("quantize_array", define, dims=_dims, body=_body, types=_array_types, **_rules)
+op = Op("quantize_array", None, dims=_dims, body=_body, types=_array_types, **_rules)
 
 
 def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
