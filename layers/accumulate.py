@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..native import jax_private
 from ..native.dtypes import NARROW
-from ..native.jaxpr import JIT, REMAT, evaluate, name_of, params_of, results_of
+from ..native.jaxpr import JIT, REMAT, evaluate, results_of
 from .dense.matmul import kernel_p
 
 _OP = "accumulate_gradients"
@@ -297,11 +297,11 @@ def _step(eqn: Any, given: Sequence[Any]) -> list[Any]:
     """Returns the results of one operation."""
     if _Kernel not in map(type, given):
         return results_of(eqn, given)
-    name = name_of(eqn)
+    name = eqn.primitive.name
     if name in JIT:
         return evaluate(eqn.params["jaxpr"], given, _step)
-    if name in REMAT and not params_of(eqn)["differentiated"]:
-        body = lambda given: _plain(evaluate(params_of(eqn)["jaxpr"], given, _step))
+    if name in REMAT and not eqn.params["differentiated"]:
+        body = lambda given: _plain(evaluate(eqn.params["jaxpr"], given, _step))
         return jax.checkpoint(body, **_options_of_remat(eqn))(given)
     if name == "scan":
         return _scan(eqn, given)
@@ -319,10 +319,9 @@ def _step(eqn: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _options_of_remat(eqn: Any) -> dict[str, Any]:
-    params = params_of(eqn)
-    apart = params["prevent_cse"]  # for each operand, or all
+    apart = eqn.params["prevent_cse"]  # for each operand, or all
     apart = any(apart) if isinstance(apart, tuple) else apart
-    return {"prevent_cse": apart, "policy": params["policy"]}
+    return {"prevent_cse": apart, "policy": eqn.params["policy"]}
 
 
 def _scan(eqn: Any, given: Sequence[Any]) -> list[Array]:

@@ -43,43 +43,6 @@ def evaluate(
     return [value_of(v, values) for v in jaxpr.outvars]
 
 
-# JAX's next custom_jvp, custom_vjp and remat are objects in a parameter of one primitive (by its
-# flags JAX_CUSTOM_JVP3, JAX_CUSTOM_VJP3 and JAX_REMAT3): what they are called without these flags.
-_NEXT = {
-    "CustomJVPTraced": "custom_jvp_call",
-    "CustomVJPTraced": "custom_vjp_call",
-    "RematTraced": "remat2",
-}
-
-
-def name_of(eqn: Any) -> str:
-    """Returns the name of an equation's primitive, or of the one that JAX's next replaces."""
-    following = eqn.params.get("_prim")
-    if following is None or not type(following).__module__.startswith("jax."):
-        return eqn.primitive.name
-    return _NEXT.get(type(following).__name__) or eqn.primitive.name
-
-
-def params_of(eqn: Any) -> Mapping[str, Any]:
-    """Returns an equation's parameters, by the names of what JAX's next primitives replace."""
-    if name_of(eqn) == eqn.primitive.name:
-        return eqn.params
-    params = dict(eqn.params["_prim"].params)
-    if (traced := params.pop("traced", None)) is not None:
-        return params | {"call_jaxpr": traced.jaxpr, "name": traced.fun_name}
-    return params | {"differentiated": False}
-
-
-def named(jaxpr: Any) -> list[tuple[Any, str, Mapping[str, Any]]]:
-    """Returns each equation with what `name_of` and `params_of` return of it."""
-    return [
-        (eqn, name_of(eqn), params_of(eqn))
-        if "_prim" in eqn.params
-        else (eqn, eqn.primitive.name, eqn.params)
-        for eqn in jaxpr.eqns
-    ]
-
-
 KERNELS = "ffi_call", "pallas_call", "custom_partitioning"
 """Equations that call code compiled for their operands' dtypes."""
 
@@ -89,7 +52,7 @@ def bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
 
     A program is a closed jaxpr where the parameter has its constants, else a jaxpr.
     """
-    for key, value in params_of(eqn).items():
+    for key, value in eqn.params.items():
         for i, one in enumerate(value if isinstance(value, tuple | list) else (value,)):
             if hasattr(getattr(one, "jaxpr", one), "eqns"):
                 yield key, i, one
@@ -110,7 +73,7 @@ def rebuilt(
     """
     if not runs:
         return results_of(eqn, given)
-    name, params = name_of(eqn), dict(params_of(eqn))
+    name, params = eqn.primitive.name, dict(eqn.params)
     if name == "shard_map":
         options = {key: params[key] for key in ("mesh", "check_vma")}
         options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}

@@ -9,6 +9,7 @@ program's constants stand for (`Program.slack`), and is a formula's only within 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +24,6 @@ Monomial = tuple[tuple[Atom, int], ...]  # atoms with their powers, in order
 Coefficient = tuple[float, float]  # a number, and how far it may be from what it stands for
 Terms = tuple[tuple[Monomial, Coefficient], ...]
 _DEGREE = 8
-_DEEPEST = 24  # equations without a function, one before the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,40 +90,18 @@ class Activations:
     def __init__(self, program: Program):
         self.program = program
         self.of: dict[int, Polynomial] = {}
-        self.named: set[int] = set()  # values with a function in their polynomials
-        self.depth = 0  # equations that are looked back through now
 
     def polynomial(self, v: int) -> Polynomial | None:
         """Returns a value's polynomial; of one that no rule knows, that it is a variable."""
-        if v not in self.of:
-            aval, made = self.program.avals[v], self.program.maker.get(v)
-            if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape:
-                return None
-            if made is not None and self.depth < _DEEPEST:
-                self.depth += 1
-                try:
-                    self._apply(made)
-                finally:
-                    self.depth -= 1
-            if v not in self.of:
-                self.of[v] = variable(v)
-        return self.of[v]
+        aval = self.program.avals[v]
+        if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape:
+            return None
+        return self.of.get(v) or variable(v)
 
     def read(self, made: Equation) -> None:
-        """Finds the polynomial of what has a function in it; `polynomial` looks back for others."""
-        if made.name in _FUNCTIONS or not self.named.isdisjoint(made.ins):
-            self._apply(made)
-            self.named.update(v for v in made.outs if v in self.of)
-
-    def _apply(self, made: Equation) -> None:
-        if (
-            len(made.outs) != 1
-            or made.name not in READ
-            and made.outs[0] not in self.program.shadows
-        ):
-            return
+        """Finds the polynomial of an equation's result."""
         out = self.program.avals[made.outs[0]]
-        if not jnp.issubdtype(out.dtype, jnp.floating) or not out.shape:
+        if len(made.outs) != 1 or not jnp.issubdtype(out.dtype, jnp.floating) or not out.shape:
             return
         found = self._read(made)
         if found is not None and self.program.avals[found.of].shape == out.shape:
@@ -135,13 +113,8 @@ class Activations:
             return self.of.get(shadow)
         if name == "max" and made not in g.shadowing:
             return None  # its derivative at 0 is not that of jax.nn.relu
-        numbers = [g.number(v) for v in made.ins]
-        if name == "pow":
-            name = "integer_pow"
-            power = numbers[1]
-        else:
-            power = {"square": 2}.get(name, made.params.get("y"))
-        if len(made.ins) == 2 and name in ("add", "sub", "mul", "div", "max"):
+        if len(made.ins) == 2 and name != "pow":
+            numbers = [g.number(v) for v in made.ins]
             if None in numbers and numbers != [None, None]:
                 i = numbers.index(None)
                 p, n = self.polynomial(made.ins[i]), numbers[1 - i]
@@ -164,8 +137,9 @@ class Activations:
                 return p.function("erf").times_number(-1.0).plus_number(1.0)
             case "neg":
                 return p.times_number(-1.0)
-            case "integer_pow" | "square" if power in (2, 3):
-                square = p.times(p)
+            case "integer_pow" | "square" | "pow":
+                power = g.number(made.ins[1]) if name == "pow" else made.params.get("y", 2)
+                square = p.times(p) if power in (2, 3) else None
                 return square if power == 2 or square is None else square.times(p)
             case "convert_element_type" | "copy" | "pcast" | "pvary":
                 return p
@@ -177,6 +151,29 @@ class Activations:
         if p is None or p.of == v:
             return None
         return next(((n, p.of) for n, t in known().items() if _stands_for(p.terms, t)), None)
+
+    def gated(self, v: int) -> tuple[str, int, int | None] | None:
+        """Returns (activation, gate, up) of activation(gate) · up, or of one without an up."""
+        if (named := self.name(v)) is not None:
+            return None if named[0] in ("sigmoid", "tanh") else (*named, None)
+        g = self.program
+        v = self._narrower(g.shadows.get(v, v), anew=True)
+        made, name = g.made(v)
+        for a, b in (made.ins, made.ins[::-1]) if name == "mul" else ():
+            if g.avals[a].shape == g.avals[b].shape and (named := self.name(self._narrower(a))):
+                return *named, self._narrower(b)
+        return None
+
+    def _narrower(self, v: int, anew: bool = False) -> int:
+        """Goes back through casts of floats to a wider dtype, or to any."""
+        g = self.program
+        while (made := g.maker.get(v)) is not None and made.name == "convert_element_type":
+            given = g.avals[made.ins[0]].dtype
+            wider = anew or given.itemsize <= g.avals[v].dtype.itemsize
+            if not jnp.issubdtype(given, jnp.floating) or not wider:
+                break
+            v = made.ins[0]
+        return v
 
 
 def _with_number(
@@ -217,30 +214,26 @@ def _is_term(m: Monomial, c: Coefficient, own: Monomial, want: Coefficient) -> b
     )
 
 
+@functools.cache
 def known() -> dict[str, Terms]:
     """The polynomials of the activations that operations have names for."""
-    if not _KNOWN:
-        g: Any = variable(0)
-        logistic = g.times(g.function("logistic"))
-        cube = g.times(g).times(g)
-        inner = g.plus(cube, 0.044715).times_number(math.sqrt(2 / math.pi))
-        half = g.times_number(0.5)
-        relu = g.function("max0")
-        found = {
-            "gelu": half.plus(half.times(g.times_number(math.sqrt(0.5)).function("erf"))),
-            "gelu_tanh": half.plus(half.times(inner.function("tanh"))),
-            "relu": relu,
-            "sigmoid": g.function("logistic"),
-            "silu": logistic,
-            "squared_relu": relu.times(relu),
-            "tanh": g.function("tanh"),
-        }
-        _KNOWN.update({name: p.terms for name, p in found.items()})
-    return _KNOWN
+    g: Any = variable(0)
+    cube = g.times(g).times(g)
+    inner = g.plus(cube, 0.044715).times_number(math.sqrt(2 / math.pi))
+    half = g.times_number(0.5)
+    relu = g.function("max0")
+    found = {
+        "gelu": half.plus(half.times(g.times_number(math.sqrt(0.5)).function("erf"))),
+        "gelu_tanh": half.plus(half.times(inner.function("tanh"))),
+        "relu": relu,
+        "sigmoid": g.function("logistic"),
+        "silu": g.times(g.function("logistic")),
+        "squared_relu": relu.times(relu),
+        "tanh": g.function("tanh"),
+    }
+    return {name: p.terms for name, p in found.items()}
 
 
-_KNOWN: dict[str, Terms] = {}
-_FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max normfuse_epilogue tanh".split())
 READ = frozenset(
     "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg "
     "normfuse_epilogue pcast pow pvary square sub tanh".split()

@@ -142,7 +142,7 @@ def _multiplies(eqn: Any) -> bool:
 def _around(g: Program, equation: Equation, outs: Reasons) -> Reasons:
     """Returns why each operand of a call, a loop or branches chooses."""
     name, ins, params = equation.name, equation.ins, equation.params
-    programs = {(body.key, body.place): body.program for body in g.bodies.get(equation, ())}
+    programs = g.bodies.get(equation, {})
     for key, place, body in bodies(equation.eqn):
         if (key, place) not in programs:
             closed = body if hasattr(body, "consts") else ClosedJaxpr(body, ())

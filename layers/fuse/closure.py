@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,23 +87,22 @@ def _matrices(leaves: Sequence[Any]) -> int:
 # ---------------------------------------------------------------- closures
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class Place(NamedTuple):
     """A place in a function's closure that holds an array, or a tree of arrays.
 
     Attributes:
-      variable: its name; an object's attributes are variables, too.
       value: what is held there.
+      variable: its name; an object's attributes are variables, too.
       alone: it is the whole variable.
       holder, key: the dictionary or the list that holds it, and where, or a cell; None where it
         cannot be replaced.
     """
 
-    variable: str
     value: Any
-    alone: bool
-    holder: Any
-    key: Any
+    variable: str
+    alone: bool = True
+    holder: Any = None
+    key: Any = None
 
     def put(self, value: Any) -> None:
         if isinstance(self.holder, types.CellType):
@@ -153,7 +152,7 @@ class Closure:
             if any(mine):
                 arrays += [x for x, is_mine in zip(leaves, mine) if is_mine]
                 rest = [None if is_mine else (x,) for x, is_mine in zip(leaves, mine)]
-                self._changed.append((dataclasses.replace(place, value=None), rest, tree))
+                self._changed.append((place._replace(value=None), rest, tree))
                 place.put(old)
         return arrays
 
@@ -176,63 +175,58 @@ def _read(function: Callable[..., Any]) -> list[Place]:
 def _places(function: Any) -> Iterator[Place]:
     """Yields where the closure of a function holds arrays."""
     seen: set[int] = set()
-    stack: list[tuple[Any, ...]] = [
-        (type(function).__call__, "self", True, None, None, 0),
-        (function, "self", True, None, None, 0),
-    ]
+    stack = [(Place(type(function).__call__, "self"), 0), (Place(function, "self"), 0)]
     while stack:
-        value, variable, alone, holder, key, depth = stack.pop()
+        place, depth = stack.pop()
+        value = place.value
         if is_array(value):
-            yield Place(variable, value, alone, holder, key)
+            yield place
             continue
         if isinstance(value, _WITHOUT_ARRAYS) or id(value) in seen:
             continue
         if depth > DEEPEST or len(seen) > MOST:
             continue
         seen.add(id(value))
-        if (parts := _parts(value, variable)) is None:
-            yield Place(variable, value, False, holder, key)
+        if (parts := _parts(value, place.variable)) is None:
+            yield place._replace(alone=False)
         else:
-            stack += [(*part, depth + 1) for part in reversed(parts)]
+            stack += [(part, depth + 1) for part in reversed(parts)]
 
 
-def _parts(value: Any, variable: str) -> list[tuple[Any, str, bool, Any, Any]] | None:
-    """Returns what an object holds, by the attributes of `Place`; None of a tree of arrays."""
+def _parts(value: Any, variable: str) -> list[Place] | None:
+    """Returns what an object holds; None of a tree of arrays."""
     if isinstance(value, functools.partial):
         bound = [*enumerate(value.args), *value.keywords.items(), (variable, value.func)]
-        return [(x, str(name), True, None, None) for name, x in bound]
+        return [Place(x, str(name)) for name, x in bound]
     if isinstance(value, types.MethodType):
-        both = value.__self__, value.__func__
-        return [(x, "self", True, None, None) for x in both]
+        return [Place(value.__self__, "self"), Place(value.__func__, "self")]
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(x, variable, False, value, each) for each, x in items]
+        return [Place(x, variable, False, value, key) for key, x in items]
     if not jax.tree_util.all_leaves([value]):
         return None
-    own = getattr(value, "__dict__", None)
-    parts = []
-    if callable(wrapped := getattr(value, "__wrapped__", None)):
-        parts.append((wrapped, variable, True, None, None))
+    wrapped, own = getattr(value, "__wrapped__", None), getattr(value, "__dict__", None)
+    parts = [Place(wrapped, variable)] if callable(wrapped) else []
     if isinstance(value, types.FunctionType):
         parts += _variables(value)
     elif isinstance(own, MutableMapping):
-        parts += [(x, f"{variable}.{name}", True, own, name) for name, x in own.items()]
+        parts += [Place(x, f"{variable}.{name}", True, own, name) for name, x in own.items()]
     return parts
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, bool, Any, Any]]:
+def _variables(function: types.FunctionType) -> Iterator[Place]:
     """Yields what a function in Python reads from outside: cells, globals and defaults."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # nothing has been assigned to it yet
-            yield cell.cell_contents, name, True, cell, None
+            yield Place(cell.cell_contents, name, True, cell)
     library = code.co_filename.startswith(hidden_folders())  # its globals are no user's
     own = function.__globals__
     for name in () if library else _names(code):
         if name in own:
-            yield own[name], name, True, own, name
+            yield Place(own[name], name, True, own, name)
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield value, "a default", True, None, None
+        yield Place(value, "a default")
 
 
 def _names(code: types.CodeType) -> dict[str, None]:

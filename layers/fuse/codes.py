@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ...native.jaxpr import inner, name_of, params_of
+from ...native.jaxpr import inner
 from ..dense import fp8, fp8_norm
 from ..norm import op as norms
 from ..quantization import norm as quantized_norm
@@ -54,20 +54,11 @@ def _has_parts(jaxpr: Any) -> bool:
     return any(is_part(eqn) or any(map(_has_parts, inner(eqn))) for eqn in jaxpr.eqns)
 
 
-_SAME_ROWS = (  # equations whose results have the same elements in the same order
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "expand_dims",
-    "name",
-    "normfuse_shared",
-    "pcast",
-    "pvary",
-    "reshape",
-    "sharding_constraint",
-    "squeeze",
+_SAME_ROWS = frozenset(
+    "broadcast_in_dim convert_element_type copy copy_p expand_dims name normfuse_shared pcast "
+    "pvary reshape sharding_constraint squeeze".split()
 )
+"""Equations whose results have the same elements in the same order."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -106,24 +97,24 @@ def _multiply(x: jax.Array, codes: Quantized, *operands: jax.Array, marked: fp8.
     return fp8_norm.multiply_encoded(marked, x, codes, operands)
 
 
-def _what(eqn: Any) -> str:
-    return f"codes of {eqn.params['spec'].op} {eqn.invars[0].aval.str_short()}"
-
-
 def _choose(g: Program, norm: Equation) -> Row:
     """Adds the sites of a norm whose result goes to FP8 products."""
     y, reason = norm.outs[0], _unserved(norm.eqn)
+    what = f"codes of {norm.params['spec'].op} {norm.eqn.invars[0].aval.str_short()}"
     others: list[str] = []  # all else that reads y
     products: dict[Equation, fp8.Marked] = {}
     follow = [y]
     for v in follow:
         if v in g.results:
-            others.append(f"the result of {g.within.split()[-1]}" if g.within else _RESULT)
+            place = g.within.split()[-1:]  # the innermost equation that it is a body of
+            others.append(f"the result of {place[0]}" if place else "the function's result")
         for reader in g.readers.get(v, ()):
-            product = _product_of(reader.eqn)
+            product, ndims = _product_of(reader.eqn), tuple(u.aval.ndim for u in reader.eqn.invars)
             if reader.ins[0] == v and _same_elements(reader.eqn):
                 follow += [u for u in reader.outs if u not in follow]
-            elif product is None or v in reader.ins[1:] or _is_vmapped(reader.eqn, product):
+            elif product is None or v in reader.ins[1:]:
+                others.append(g.described(reader))
+            elif product.batched or ndims != product.ndims:  # vmapped over kernels, or another axis
                 others.append(g.described(reader))
             else:
                 products[reader] = product
@@ -134,7 +125,7 @@ def _choose(g: Program, norm: Equation) -> Row:
     if not reason and any(map(is_read, statistics)):
         reason = "its statistics are results too"
     if reason:
-        return Row(g.line(y), _what(norm.eqn), "", reason)
+        return Row(g.line(y), what, "", reason)
     g.avals.append(None)  # codes have no type
     g.maker[code := len(g.avals) - 1] = norm
     sites: list[Site] = [Encoding((*norm.outs, code), (*norm.operands,), (), "codes", "", norm)]
@@ -145,10 +136,7 @@ def _choose(g: Program, norm: Equation) -> Row:
         g.sites |= dict.fromkeys(site.outs, site)
     ops = collections.Counter(product.spec.op for product in products.values())
     served = ", ".join(f"{count} × {op}" for op, count in ops.items())
-    return Row(g.line(y), _what(norm.eqn), _listed(served, others, "; y is written too, for"))
-
-
-_RESULT = "the function's result"
+    return Row(g.line(y), what, _listed(served, others, "; y is written too, for"))
 
 
 def _same_elements(eqn: Any) -> bool:
@@ -167,16 +155,11 @@ def _same_elements(eqn: Any) -> bool:
     return a.shape == b.shape or not b.sharding.mesh.explicit_axes
 
 
-def _is_vmapped(eqn: Any, product: fp8.Marked) -> bool:
-    """Tells if a product is vmapped over kernels, or over another axis than the first."""
-    return product.batched or tuple(v.aval.ndim for v in eqn.invars) != product.ndims
-
-
 def _product_of(eqn: Any) -> fp8.Marked | None:
     """Returns what is known of FP8 products; None of others."""
-    if name_of(eqn) != "custom_jvp_call":
+    if eqn.primitive.name != "custom_jvp_call":
         return None
-    body = params_of(eqn)["call_jaxpr"].jaxpr.eqns
+    body = eqn.params["call_jaxpr"].jaxpr.eqns
     return next((e.params["marked"] for e in body if e.primitive is fp8.input_p), None)
 
 
@@ -196,13 +179,10 @@ def _unserved(eqn: Any) -> str:
         return "it is computed in float64"
     if "pallas" in order.names:
         return "implementation='pallas' has no kernel that writes codes"
-    if norm.has_residual and eqn.outvars[1].aval.dtype != _sum_dtype(eqn):
+    of_sum = jax.numpy.result_type(*(v.aval.dtype for v in eqn.invars[:2]))
+    if norm.has_residual and eqn.outvars[1].aval.dtype != of_sum:
         return "residual_dtype rounds the sum"
     return ""
-
-
-def _sum_dtype(eqn: Any) -> Any:
-    return jax.numpy.promote_types(*(v.aval.dtype for v in eqn.invars[:2]))
 
 
 def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> str:

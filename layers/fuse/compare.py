@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...native.jaxpr import JIT, KERNELS, REMAT, evaluate, inner, name_of, params_of, results_of
+from ...native.jaxpr import JIT, KERNELS, REMAT, evaluate, results_of
+from .closure import is_array
 from .fuse import Quantization, Skip, check, fuse, skip_of
 from .report import Report, aligned
 
@@ -113,7 +115,7 @@ def compared(
     skip = skip_of("compare", skip)
     paths, tree = jax.tree_util.tree_flatten_with_path(tuple(arguments))
     leaves = [leaf for _, leaf in paths]
-    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+    arrays = [i for i, x in enumerate(leaves) if is_array(x)]
     floats = [i for i in arrays if _is_float(leaves[i])]
     others = [i for i in arrays if i not in floats]
     names: list[str] = []
@@ -127,8 +129,7 @@ def compared(
                 whole[i] = x
             results = function(*jax.tree.unflatten(tree, whole))
             found = jax.tree_util.tree_flatten_with_path(results)[0]
-            found = [(p, y) for p, y in found if isinstance(y, jax.Array | np.ndarray)]
-            found = [(p, y) for p, y in found if _is_float(y)]
+            found = [(p, y) for p, y in found if is_array(y) and _is_float(y)]
             names[:] = ["result" + jax.tree_util.keystr(p) if p else "value" for p, _ in found]
             return [y for _, y in found]
 
@@ -152,7 +153,7 @@ def compared(
 
 
 def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _place(function: Any, path: Any) -> str:
@@ -199,38 +200,17 @@ def _reference(
     closed: Any, given: list[Any], rest: list[Any], scalar: int
 ) -> tuple[list[Any], str]:
     """Returns results and gradients of a program in a wider dtype, and what that is."""
-    narrow = any(dtype.itemsize < 4 for dtype in _dtypes(closed))
-    failed = None
-    for dtype in (jnp.float32,) if narrow else (jnp.float64, jnp.float32):
-        call = lambda *operands, dtype=dtype: _widened(closed, jnp.dtype(dtype), operands)
-        wide = jax.enable_x64(True) if dtype is jnp.float64 else contextlib.nullcontext()
-        try:
-            with wide:
-                cast = [lax.convert_element_type(x, dtype) for x in given]
-                found = _with_gradients(call, cast, rest, scalar)
-            return found, f"the same program in {jnp.dtype(dtype).name}"
-        except Exception as error:
-            failed = error
-    raise RuntimeError("compare: the function has no reference in a wider dtype") from failed
-
-
-def _dtypes(closed: Any) -> Iterator[Any]:
-    """Yields the floating-point dtypes in a program."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    for eqn in jaxpr.eqns:
-        yield from (v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if _has_floats(v.aval))
-        for body in inner(eqn):
-            yield from _dtypes(body)
-    yield from (v.aval.dtype for v in jaxpr.invars if _has_floats(v.aval))
-
-
-def _has_floats(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+    narrow = re.search(r"\b(bf16|f16|f8_\w+)\[", str(closed))
+    dtype = jnp.dtype(jnp.float32 if narrow else jnp.float64)
+    call = lambda *operands: _widened(closed, dtype, operands)
+    with contextlib.nullcontext() if narrow else jax.enable_x64(True):
+        cast = [lax.convert_element_type(x, dtype) for x in given]
+        return _with_gradients(call, cast, rest, scalar), f"the same program in {dtype.name}"
 
 
 def _widened(closed: Any, dtype: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates a program with every floating-point number of one dtype."""
-    cast = lambda x: lax.convert_element_type(x, dtype) if _has_floats(jax.typeof(x)) else x
+    cast = lambda x: lax.convert_element_type(x, dtype) if _is_float(jax.typeof(x)) else x
     read = lambda v, x: cast(np.asarray(x, v.aval.dtype) if hasattr(v, "val") else x)
     step = lambda eqn, given: _wide_results(eqn, dtype, [*map(read, eqn.invars, given)])
     rule = lambda eqn, given: [*map(cast, step(eqn, given))]
@@ -242,7 +222,7 @@ _OWN_DTYPE = "bitcast_convert_type", "custom_jvp_call", "custom_vjp_call", "shar
 
 
 def _wide_results(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
-    name, params = name_of(eqn), dict(params_of(eqn))
+    name, params = eqn.primitive.name, dict(eqn.params)
     if name in (*JIT, *REMAT):
         return _widened(params["jaxpr"], dtype, operands)
     if name == "reduce_precision":
@@ -265,12 +245,12 @@ def _wide_results(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
 
 
 def _wide_body(closed: Any, dtype: Any) -> Any:
-    avals = [a.update(dtype=dtype) if _has_floats(a) else a for a in closed.in_avals]
+    avals = [a.update(dtype=dtype) if _is_float(a) else a for a in closed.in_avals]
     return jax.make_jaxpr(lambda *operands: _widened(closed, dtype, operands))(*avals)
 
 
 def _as_it_is(eqn: Any, *operands: Any) -> list[Any]:
     """Evaluates an equation in the dtypes that it has."""
     avals = [v.aval for v in eqn.invars]
-    cast = lambda x, a: lax.convert_element_type(x, a.dtype) if _has_floats(a) else x
+    cast = lambda x, a: lax.convert_element_type(x, a.dtype) if _is_float(a) else x
     return results_of(eqn, [cast(x, a) for x, a in zip(operands, avals, strict=True)])

@@ -65,27 +65,23 @@ def _site(program: Program, activations: Activations, equation: Equation) -> Gat
     if program.number(no) != 0 or not is_random(program, pred):
         return None
     hidden = _source(program, yes)
-    made, up = program.maker.get(program.shadows.get(hidden, hidden)), None
-    if (named := activations.name(hidden)) is None and made is not None and made.name == "mul":
-        for a, other in (made.ins, made.ins[::-1]):
-            if (named := activations.name(a)) is not None:
-                up = other
-                break
-    out = program.avals[hidden]
-    if named is None or out.ndim < 2 or up is None and named[0] in ("sigmoid", "tanh"):
+    if (gated := activations.gated(hidden)) is None:
         return None
-    reads = (named[1],) if up is None else (named[1], up)
+    activation, *reads = gated
+    reads, out = tuple(v for v in reads if v is not None), program.avals[hidden]
     given = [program.avals[v] for v in reads]
-    if any(a.shape != out.shape or a.dtype != out.dtype for a in given) or out.dtype.itemsize > 4:
+    if out.ndim < 2 or out.dtype.itemsize > 4:
+        return None
+    if any(a.shape != out.shape or a.dtype != out.dtype for a in given):
         return None
     rows = out.size // out.shape[-1]
     return Gate(
         outs=(hidden,),
         reads=reads,
         dead=(),
-        what=f"mlp {rows} x {out.shape[-1]}, {named[0]}, {out.dtype.name}",
+        what=f"mlp {rows} x {out.shape[-1]}, {activation}, {out.dtype.name}",
         served="activation(gate) · up alone: dropout comes before the product",
-        activation=named[0],
+        activation=activation,
         dtype=out.dtype,
     )
 

@@ -313,21 +313,17 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
                 left.append((last[0], "program", _UNREAD + explained(error), ()))
     # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
     # its result would keep the norm's own equations alive.
-    made = lambda: {v for of in sites.values() for site in of for v in site.outs}
-
-    def scored(find: Callable[[ScoreForms], Any]) -> Any:
-        scores.made = made()
-        return find(scores)
+    made = scores.made
 
     def multiplied() -> Any:
-        known = products.Products(program, scores, activations, made())
+        known = products.Products(program, scores, activations, made)
         yield from products.found(known, quantization)
         yield from dropout.found(program, activations)
 
     domains = {
         "norm": lambda: norms.found(parts),
-        "attention": lambda: scored(attention.found),
-        "loss": lambda: scored(functools.partial(losses.found, quantization=quantization)),
+        "attention": lambda: attention.found(scores),
+        "loss": lambda: losses.found(scores, quantization=quantization),
         "indexing": lambda: indexing.found(program),
         "lookup": lambda: lookups.found(program),
         "mlp": multiplied,
@@ -345,6 +341,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         except Exception as error:
             last = [v for equation in program.equations for v in equation.outs][-1]
             left.append((last, name, _UNREAD + explained(error), ()))
+        made.update(v for site in sites[name] for v in site.outs)
     return sum(sites.values(), []), left
 
 
@@ -363,15 +360,9 @@ def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:
             break
         dead = {d for site in bad for d in site.dead}
         for site in [s for s in sites if dead & set(s.dead)]:
-            names = _readers(program, site.dead, live)
-            left.append(
-                (
-                    site.outs[0],
-                    site.what,
-                    f"its {_INNER[site.what.split()[0]]} are read by {names}",
-                    site.dead,
-                )
-            )
+            inner = _INNER[site.what.split()[0]]
+            why = f"its {inner} are read by {_readers(program, site.dead, live)}"
+            left.append((site.outs[0], site.what, why, site.dead))
             sites.remove(site)
     used = [s for s in dict.fromkeys(taken.values()) if any(v in live for v in s.outs)]
     for site in losses.joined(program, used):

@@ -53,7 +53,8 @@ def atoms(dims: Iterable[Iterable[Label]]) -> Labels:
 
 def expanded(dims: Iterable[Iterable[Label]]) -> Dims:
     """Returns an array's labels, with their parts in place of those that were split."""
-    return tuple([expand(labels) for labels in dims])
+    # `expand` is called where there is anything to split: a reader steps into few functions.
+    return tuple([expand(d) if any([l.parts for l in d]) else tuple(d) for d in dims])
 
 
 def size(labels: Iterable[Label]) -> int:
@@ -125,10 +126,14 @@ def moved(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]) -> 
         new = fresh(shape, free=True)
         kept = [j in at and at[j][1] == n for j, n in enumerate(shape)]
         return tuple([dims[at[j][0]] if same else new[j] for j, same in enumerate(kept)])
+    return _regrouped(made, dims, shape)
+
+
+def _regrouped(made: Any, dims: Dims, shape: Sequence[int]) -> Dims | None:
+    """Returns the labels of `shape`, which a reshape gives its operand or its result."""
     if made.name in ("reshape", "squeeze", "expand_dims"):
-        return (
-            regroup(dims, shape) if p.get("dimensions") is None or made.name != "reshape" else None
-        )
+        transposes = made.name == "reshape" and made.params["dimensions"] is not None
+        return None if transposes else regroup(dims, shape)
     return dims if made.name in UNCHANGED else None
 
 
@@ -142,11 +147,7 @@ def moved_back(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]
             dims[int(j)] if n != 1 or shape[int(j)] == 1 else ()
             for j, n in zip(p["broadcast_dimensions"], given)
         )
-    if made.name in ("reshape", "squeeze", "expand_dims"):
-        return (
-            regroup(dims, given) if p.get("dimensions") is None or made.name != "reshape" else None
-        )
-    return dims if made.name in UNCHANGED else None
+    return _regrouped(made, dims, given)
 
 
 def arrange(x: Any, dims: Dims, groups: Sequence[Iterable[Label]], full: bool = True) -> Any:

@@ -1,23 +1,20 @@
 """`swap`: a model whose own call `fuse` serves, in any framework."""
 
-import dataclasses
 import functools
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..core.arguments import Quantization
-from .fuse import check, skip_of
-from .fuse import fuse as fuse_arrays
+from .fuse import check, fuse, skip_of
 
 M = TypeVar("M")
 # The frameworks' packages, and the method of a module that is its call.
 _FRAMEWORKS = {"flax.nnx": "__call__", "flax.linen": "apply", "equinox": "__call__"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The method that serves a model of a framework, and the options of `fuse`."""
 
     method: str
@@ -25,11 +22,6 @@ class Call:
     quantization: Any
     skip: Any
     report: Any
-
-    def of(self, base: type) -> Callable[..., Any]:
-        """Returns the method of `base`, fused."""
-        options = {"quantization": self.quantization, "skip": self.skip, "report": self.report}
-        return self.fuse(getattr(base, self.method), **options)
 
 
 def swap(
@@ -85,15 +77,12 @@ def swap(
         raise ValueError(
             f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
         )
-    fuse = _fuse_nnx() if framework == "flax.nnx" else fuse_arrays
     check("swap", fuse, quantization, report)
-    return _swapped(model, Call(method, fuse, quantization, skip_of("swap", skip), report))
+    of_framework = fuse
+    if framework == "flax.nnx":
+        from ..fuse_nnx import fuse as of_framework  # imports Flax
 
-
-def _fuse_nnx() -> Callable[..., Any]:
-    from ..fuse_nnx import fuse  # imports Flax
-
-    return fuse
+    return _swapped(model, Call(method, of_framework, quantization, skip_of("swap", skip), report))
 
 
 def _swapped(model: Any, call: Call) -> Any:
@@ -121,7 +110,8 @@ def _subclass(base: type, call: Call) -> type:
     own = getattr(base, call.method)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call.of(base)(self, *args, **kwargs)
+        options = {"quantization": call.quantization, "skip": call.skip, "report": call.report}
+        return call.fuse(own, **options)(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         plain = object.__new__(base)

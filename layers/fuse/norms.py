@@ -8,7 +8,6 @@ do the two arrays that x is the sum of.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -49,12 +48,12 @@ class Part:
     """A value made of an array x.
 
     Attributes:
-      kind: "x"; "square" of it; "sum" of it; "square of sum"; "stat", (a · Σ x² + b)^p; "weight", a
-        stat times a vector; "norm", x times a stat.
+      kind: "x"; "square" of it; "sum" of it; "square of sum"; "stat", (a · Σ x² + b)^p; "norm", x
+        times a stat.
       centred: x is without its mean, or the squares are.
-      axis: what was summed over.
+      axis: what was summed over, perhaps split since: `along` has the parts.
       slack: how far a may be from the number that the program's constants stand for, relative.
-      stat: of a norm and a weight.
+      stat: of a norm.
       rounded: the dtype that a norm was rounded to before it was multiplied by its scale.
     """
 
@@ -73,6 +72,10 @@ class Part:
     rounded: Any = None
     value: int = -1  # the sum behind a stat
 
+    @property
+    def along(self) -> frozenset[Label]:
+        return frozenset(expand(self.axis))
+
 
 class Norms:
     """The Parts of a program's values."""
@@ -83,64 +86,21 @@ class Norms:
 
     def part(self, v: int) -> Part | None:
         """Returns a value's Part; of one that no rule knows, that it is an array of its own."""
-        same = []  # the equations between an array and v, which is made of the same elements
-        while v not in self.of and (source := self._same_as(v)) is not None:
-            same.append(self.program.maker[v])
-            v = source
-        if v not in self.of and (own := self._array(v)) is not None:
-            self.of[v] = own
-        for made in reversed(same):
-            v = made.outs[0]
-            self._apply(made)
-            if v not in self.of and (own := self._array(v)) is not None:
-                self.of[v] = own
-        return self.of.get(v)
+        if v not in self.of:
+            aval = self.program.avals[v]
+            if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape or not aval.size:
+                return None
+            self.of[v] = Part(v, fresh(aval.shape))
+        return self.of[v]
 
     def read(self, made: Equation) -> None:
-        """Finds the Part of an equation's result, unless `part` will by looking back."""
-        if len(made.outs) != 1:
-            return
-        kinds = {part.kind for v in made.ins if (part := self.of.get(v)) is not None}
-        starts = made.name in STARTS
-        if made.name in PAIRED:
-            starts = self._array_of(made.ins[0]) == self._array_of(made.ins[1])
-        if starts or kinds - {"x"}:
-            self._apply(made)
-
-    def _apply(self, made: Equation) -> None:
+        """Finds the Part of an equation's result."""
         out = self.program.avals[made.outs[0]]
-        if not jnp.issubdtype(out.dtype, jnp.floating):
+        if len(made.outs) != 1 or not jnp.issubdtype(out.dtype, jnp.floating):
             return
-        parts = [self.part(v) for v in made.ins]
-        if out.ndim:  # the statistics of a vector have no dimensions
-            parts = [p if p is None or p.dims else replace(p, dims=((),) * out.ndim) for p in parts]
-        found = RULES[made.name](self, made, *parts)
+        found = RULES[made.name](self, made, *map(self.part, made.ins))
         if found is not None and shape_of(found.dims) == out.shape:
             self.of[made.outs[0]] = found
-
-    def _array(self, v: int) -> Part | None:
-        aval = self.program.avals[v]
-        floating = jnp.issubdtype(aval.dtype, jnp.floating) and aval.shape and aval.size
-        return Part(v, fresh(aval.shape)) if floating else None
-
-    def _same_as(self, v: int) -> int | None:
-        """Returns the operand whose elements a value has, laid out anew, cast, or plus 0."""
-        made = self.program.maker.get(v)
-        if made is None or len(made.outs) != 1:
-            return None
-        if made.name in LAYOUT or made.name == "convert_element_type":
-            return made.ins[0]
-        if made.name in ("add", "add_any", "sub"):
-            numbers = [self.program.number(u) for u in made.ins]
-            if numbers[1] == 0 or numbers[0] == 0 and made.name != "sub":
-                return made.ins[int(numbers[1] != 0)]
-        return None
-
-    def _array_of(self, v: int) -> int:
-        """Returns the array that a value has the elements of."""
-        while v not in self.of and (source := self._same_as(v)) is not None:
-            v = source
-        return self.of[v].x if v in self.of else v
 
     def made_of(self, v: int) -> tuple[int, ...]:
         """Returns the sum of squares that a norm is made of."""
@@ -181,82 +141,56 @@ def _same(a: Part, b: Part) -> bool:
         a.x == b.x
         and a.kind == b.kind == "x"
         and a.centred == b.centred
-        and a.axis == b.axis
+        and a.along == b.along
         and meet(a.dims, b.dims) == expanded(a.dims)
     )
 
 
 def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
-    for one, other in ((a, made.ins[1]), (b, made.ins[0])):
+    pairs = (a, b, made.ins[1]), (b, a, made.ins[0])
+    for one, _, other in pairs:
         if one is not None and (n := g.program.number(other)) is not None:
-            if shape_of(one.dims) == g.program.avals[made.outs[0]].shape:
-                return _times(one, n, g.program.slack(other))
+            return _times(one, n, g.program.slack(other))
     if a is None or b is None:
         return None
-    if _same(a, b):
-        return replace(a, kind="square")
-    for one, two, other in ((a, b, made.ins[1]), (b, a, made.ins[0])):
-        if one.kind == two.kind == "sum" and one == two:
-            return replace(one, kind="square of sum", a=one.a * one.a, slack=2 * one.slack)
-        if one.kind == "x" and two.kind == "stat" and one.x == two.x:
-            return _normalised(one, two)
-        if one.kind == "x" and two.kind == "stat" and (norm := _weighted_first(g, one, two)):
-            return norm
-        if one.kind == "x" and two.kind == "weight":
-            found = two.stat and _normalised(one, two.stat)
-            return found and replace(found, scale=two.scale)
-        if two.kind != "x" or two.x == one.x and two.centred:
-            continue
-        if one.kind == "stat" and one.p < 0 and two.x != one.x:
-            if (found := _weight(g, one, other)) is not None:
-                return found
-        if one.kind == "norm" and one.scale is None and one.bias is None:
-            vector = _vector_of(g, one, other)
-            return vector and replace(one, scale=vector)
+    if a == b or _same(a, b):
+        return _squared(a)
+    for one, two, other in pairs:
+        found = _scaled(g, one, other) or _normalised(one, two) or _regrouped(g, one, two)
+        if found is not None:
+            return found
     return None
 
 
-def _weighted_first(g: Norms, one: Part, stat: Part) -> Part | None:
-    """(x · scale) · stat."""
-    made = g.program.maker.get(one.x)
-    if made is None or made.name != "mul" or one.centred:
+def _regrouped(g: Norms, one: Part, two: Part) -> Part | None:
+    """one · (p · q) as (one · p) · q, where one and p are x and its stat: q is the scale, or x."""
+    made = g.program.maker.get(two.x)
+    if two.kind != "x" or two.centred or made is None or made.name != "mul":
         return None
+    if expanded(two.dims) != expanded(g.of[two.x].dims):
+        return None  # laid out anew
     for v, other in (made.ins, made.ins[::-1]):
-        x, n = g.part(v), g.program.number(other)
-        if x is not None and x.kind == "x" and x.x == stat.x and len(x.dims) == len(one.dims):
-            to = dict(zip(atoms(one.dims), atoms(x.dims)))
-            if len(to) != len(atoms(x.dims)) or len(atoms(one.dims)) != len(to):
-                return None
-            if any(a.size != b.size for a, b in to.items()):
-                return None
-            norm = _normalised(
-                replace(x, dims=tuple(tuple(to[l] for l in d) for d in map(expand, one.dims))), stat
-            )
-            if norm is None:
-                return None
-            if n is not None:
-                return _times(norm, n, g.program.slack(other))
-            flat = replace(norm, dims=x.dims)
-            vector = _vector_of(g, flat, other)
-            return vector and replace(norm, scale=vector)
+        p = g.part(v)
+        norm = p and (_normalised(one, p) or _normalised(p, one))
+        if norm is not None and (scaled := _scaled(g, norm, other)) is not None:
+            return scaled
     return None
 
 
-def _weight(g: Norms, stat: Part, other: int) -> Part | None:
-    """A stat times a vector along its axis, which one dimension that the stat lacks has to be."""
-    if len(stat.axis) != 1:
+def _scaled(g: Norms, norm: Part, other: int) -> Part | None:
+    """A norm that is multiplied by a number or a vector."""
+    if norm.kind != "norm" or norm.scale is not None or norm.bias is not None:
         return None
-    axis, shape = tuple(stat.axis), g.program.avals[other].shape
-    dims = tuple(
-        s if not all(l.free for l in s) else axis if n == axis[0].size else ()
-        for s, n in zip(map(expand, stat.dims), shape, strict=True)
-    )
-    if dims.count(axis) != 1:
-        return None
-    vector = g.vector(other, dims)
-    if not set(atoms(vector.dims)) <= stat.axis:
-        return None
-    return replace(stat, kind="weight", stat=stat, scale=vector, dims=dims)
+    if (n := g.program.number(other)) is not None:
+        return _times(norm, n, g.program.slack(other))
+    vector = _vector_of(g, norm, other)
+    return vector and replace(norm, scale=vector)
+
+
+def _squared(a: Part) -> Part | None:
+    if a.kind == "sum":
+        return replace(a, kind="square of sum", a=a.a * a.a, slack=2 * a.slack)
+    return replace(a, kind="square") if a.kind == "x" else None
 
 
 def _vector_of(g: Norms, norm: Part, other: int) -> Vector | None:
@@ -265,8 +199,8 @@ def _vector_of(g: Norms, norm: Part, other: int) -> Vector | None:
     if len(shape) != len(sizes) or any(n not in (1, m) for n, m in zip(shape, sizes)):
         return None
     found = g.vector(other, expanded(norm.dims))
-    have, rows = set(atoms(found.dims)), set(atoms(norm.dims)) - set(norm.axis)
-    if not have <= rows | set(norm.axis) or not set(norm.axis) <= have or rows and rows <= have:
+    have, rows = set(atoms(found.dims)), set(atoms(norm.dims)) - norm.along
+    if not have <= rows | norm.along or not norm.along <= have or rows and rows <= have:
         return None
     return found
 
@@ -290,9 +224,12 @@ def _times(a: Part, n: float, slack: float) -> Part | None:
 
 
 def _normalised(x: Part, stat: Part) -> Part | None:
+    """x times a power of the sum of its squares."""
+    if x.kind != "x" or stat.kind != "stat":
+        return None
     if x.x != stat.x or stat.p >= 0 or x.centred != stat.centred:
         return None
-    if x.centred and x.axis != stat.axis:
+    if x.centred and x.along != stat.along:
         return None
     dims = meet(x.dims, stat.dims)
     if dims is None or dims != expanded(x.dims):
@@ -304,13 +241,12 @@ def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     n = g.program.number(made.ins[1])
     if n is not None:
         return _times(a, 1 / n, g.program.slack(made.ins[1])) if a is not None and n else None
-    if b is not None and b.kind == "stat" and b.p > 0:
-        inverse = replace(b, p=-b.p)
-        if g.program.number(made.ins[0]) == 1:
-            return inverse
-        if a is not None and a.kind == "x":
-            return _normalised(a, inverse) or _weighted_first(g, a, inverse)
-    return None
+    if b is None or b.kind != "stat" or b.p <= 0:
+        return None
+    inverse = replace(b, p=-b.p)
+    if g.program.number(made.ins[0]) == 1:
+        return inverse
+    return a and (_normalised(a, inverse) or _regrouped(g, inverse, a))
 
 
 def _add(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
@@ -337,7 +273,7 @@ def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     if a.kind == "x" and not a.centred and b.kind == "sum" and _is_one(b.a * n, b.slack):
         if meet(a.dims, b.dims) == expanded(a.dims):
             return replace(a, centred=True, axis=b.axis)
-    if a.kind == "stat" and b.kind == "square of sum" and not a.centred and a.axis == b.axis:
+    if a.kind == "stat" and b.kind == "square of sum" and not a.centred and a.along == b.along:
         means = _is_one(a.a * n, a.slack) and _is_one(b.a * n * n, b.slack)
         if a.p == 1 and a.b == 0 and means:
             dims = meet(a.dims, b.dims)
@@ -350,27 +286,18 @@ def _is_one(a: float, slack: float) -> bool:
     return abs(a - 1) <= slack + ARITHMETIC
 
 
+_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5}
+
+
 def _power(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
-    if a is None:
+    y = made.params.get("y", _POWERS.get(made.name))
+    if made.name == "pow":
+        y = g.program.number(made.ins[1])
+    if a is None or y is None:
         return None
-    match made.name:
-        case "integer_pow":
-            y = made.params["y"]
-        case "pow":
-            y = g.program.number(made.ins[1])
-        case "square":
-            y = 2
-        case "sqrt":
-            y = 0.5
-        case _:
-            y = -0.5
-    if y is None:
-        return None
-    if y == 2 and a.kind == "x":
-        return replace(a, kind="square")
-    if y == 2 and a.kind == "sum":
-        return replace(a, kind="square of sum", a=a.a * a.a, slack=2 * a.slack)
-    return replace(a, p=a.p * y) if a.kind == "stat" else None
+    if a.kind == "stat":
+        return replace(a, p=a.p * y)
+    return _squared(a) if y == 2 else None
 
 
 def _maximum(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
@@ -392,7 +319,7 @@ def _sum(g: Norms, made: Equation, a: Part | None) -> Part | None:
         return None
     if a.kind == "x":
         return None if a.centred else replace(a, kind="sum", axis=axis, dims=dims)
-    if a.centred and a.axis != axis:
+    if a.centred and a.along != axis:
         return None
     b = a.b * math.prod(l.size for l in axis)  # eps within the sum
     return replace(a, kind="stat", axis=axis, dims=dims, b=b, value=made.outs[0])
@@ -402,7 +329,7 @@ def _dot(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     """Σ x², as a product of x with itself; a scale, as a product that sums over nothing."""
     contract, batch = made.params["dimension_numbers"]
     if not contract[0]:
-        return _scaled(g, made, batch, a, b)
+        return _scaled_by_product(g, made, batch, a, b)
     if a is None or b is None or not _same(a, b):
         return None
     if contract[0] != contract[1] or batch[0] != batch[1]:
@@ -410,13 +337,13 @@ def _dot(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     if len(contract[0]) + len(batch[0]) != len(a.dims):
         return None
     axis = frozenset(atoms(a.dims[i] for i in contract[0]))
-    if not axis or a.centred and a.axis != axis:
+    if not axis or a.centred and a.along != axis:
         return None
     dims = tuple(a.dims[i] for i in batch[0])
     return replace(a, kind="stat", axis=axis, dims=dims, value=made.outs[0])
 
 
-def _scaled(g: Norms, made: Equation, batch: Any, *parts: Part | None) -> Part | None:
+def _scaled_by_product(g: Norms, made: Equation, batch: Any, *parts: Part | None) -> Part | None:
     """MaxText's `einsum("...k,k->...k", norm, scale)`."""
     for i, norm in enumerate(parts):
         if norm is None or norm.kind != "norm" or norm.scale is not None or norm.bias is not None:
@@ -425,7 +352,7 @@ def _scaled(g: Norms, made: Equation, batch: Any, *parts: Part | None) -> Part |
             continue
         order = sorted(range(len(batch[i])), key=lambda j: batch[1 - i][j])  # of the vector's
         vector = g.vector(made.ins[1 - i], tuple(norm.dims[batch[i][j]] for j in order))
-        if set(atoms(vector.dims)) == norm.axis:
+        if set(atoms(vector.dims)) == norm.along:
             rest = [d for j, d in enumerate(norm.dims) if j not in batch[i]]
             return replace(norm, scale=vector, dims=(*[norm.dims[j] for j in batch[i]], *rest))
     return None
@@ -462,25 +389,11 @@ LAYOUT = (
     *("pcast", "pvary"),
 )
 RULES |= dict.fromkeys(LAYOUT, _layout)
-STARTS = "reduce_sum", "integer_pow", "pow", "square"
-"""Equations that make something of an array without a Part."""
-PAIRED = "dot_general", "mul"
-"""Equations that make something of two operands with the elements of one array."""
 
 
 # ---------------------------------------------------------------- sites
 
 RESIDUAL = ", with a residual"  # in what the report says of a norm
-
-
-def _of_a_sum(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """`norm` with the residual by its place, as `called` takes arrays, under its own name."""
-    return functools.wraps(norm)(
-        lambda x, residual, *vectors, **options: norm(x, *vectors, residual=residual, **options)
-    )
-
-
-_ADDED = {norm: _of_a_sum(norm) for norm in (rms_norm, layer_norm)}
 
 
 @dataclasses.dataclass(eq=False)
@@ -513,7 +426,7 @@ class Normed(Site):
         vectors = self._vector(read, p.scale), self._vector(read, p.bias)
         function = layer_norm if p.centred else rms_norm
         if residual:
-            y, *h = called(_ADDED[function], x, *residual, *vectors, **options)
+            y, *h = called(function, x, *vectors, residual=residual[0], **options)
         else:
             y, h = called(function, x, *vectors, **options), []
         y = arrange(y, dims, p.dims)
@@ -574,7 +487,7 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Normed:
     assert stat is not None
     if stat.p != -0.5:
         raise Left(f"it is multiplied by the power {stat.p:g} of a sum of squares")
-    n = math.prod(l.size for l in part.axis)
+    n = math.prod(l.size for l in part.along)
     if not _is_one(stat.a * n, stat.slack):
         raise Left(f"{stat.a * n:g} times the mean of squares")
     if stat.b < 0:
@@ -586,14 +499,14 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Normed:
         raise Left("its result is not laid out as x")
     if x_aval.dtype == jnp.float64 != aval.dtype:
         raise Left("float64 is rounded")
-    features = tuple(l for l in everything if l in part.axis)
-    if set(features) != set(part.axis):
+    features = tuple(l for l in everything if l in part.along)
+    if set(features) != part.along:
         raise Left("its axis is no axis of x")
-    rows = [tuple(l for l in expand(d) if l not in part.axis) for d in part.dims]
+    rows = [tuple(l for l in expand(d) if l not in part.along) for d in part.dims]
     rows = [r for r in rows if r]
     examples = 0
     vectors = [v for v in (part.scale, part.bias) if v is not None]
-    own = {frozenset(atoms(v.dims)) - part.axis for v in vectors}
+    own = {frozenset(atoms(v.dims)) - part.along for v in vectors}
     if any(own):
         if len(own) > 1:
             raise Left("its scale and its shift differ along different dimensions")

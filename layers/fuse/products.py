@@ -7,7 +7,7 @@ computes the hidden array again in the backward.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -85,6 +85,11 @@ class Matrix:
         """Returns an array of x's labels as `(*rows, features)`."""
         return arrange(read(v), dims, [*[(l,) for l in self.rows], self.features])
 
+    def options(self, quantization: Any) -> dict[str, Any]:
+        """Returns what all operations with this product are told."""
+        options = {"dtype": self.dtype, "implementation": None, "quantization": quantization}
+        return options | {"contract": int(self.transposed)}
+
     def weight(self, read: Callable[[int], Any]) -> Any:
         order = (self.columns, self.features) if self.transposed else (self.features, self.columns)
         return arrange(read(self.kernel[0]), self.kernel[1], order)
@@ -115,6 +120,7 @@ class Products:
     ):
         self.program, self.activations = program, activations
         self.made = made  # computed by sites of other domains
+        self.narrowed: dict[int, Matrix] = {}  # by the value that a site replaces
         softmaxed = [t.base.dot for f in scores.of.values() for t, _ in f.terms]
         self.softmaxed = set(softmaxed)  # products whose results a softmax or a loss reads
         self.matrices: list[Matrix] = []
@@ -127,7 +133,6 @@ class Products:
             except Left as reason:
                 if str(reason):
                     self.left.append((equation.outs[0], str(reason)))
-        self.narrowed: dict[int, Matrix] = {}  # by the value that a site replaces
         for m in self.matrices:
             with contextlib.suppress(Left):
                 self.narrowed[_narrowed(program, m)[0]] = m
@@ -148,7 +153,7 @@ class Products:
         dims[which] = tuple(to.get(i, d) for i, d in enumerate(dims[which]))
         rest = [[d for i, d in enumerate(dims[j]) if i not in contract[j]] for j in (0, 1)]
         out_dims = (*rest[0], *rest[1])
-        x = self.peeled(made.ins[x_side], dims[x_side], casts=False)
+        x = self.peeled(made.ins[x_side], dims[x_side])
         kernel = self.peeled(made.ins[which], dims[which], casts=True)
         summed = {l for i in contract[x_side] for l in expand(dims[x_side][i])}
         have, labels = atoms(kernel[1]), atoms(x[1])
@@ -207,14 +212,19 @@ class Products:
             raise Left("a product of an array with what is made of it")
         return which
 
-    def peeled(self, v: int, dims: Dims, casts: bool, repeated: bool = False) -> tuple[int, Dims]:
-        """Goes back through what only lays an array out anew, and through casts.
+    def peeled(
+        self, v: int, dims: Dims, casts: bool = False, repeated: bool = False, names: bool = True
+    ) -> tuple[int, Dims]:
+        """Goes back to a product, or through all that only lays an array out anew.
 
-        With `repeated` also through what repeats it.
+        With `casts` also through casts, with `repeated` through what repeats it; without `names`
+        not through what remat's policies keep.
         """
         g = self.program
         dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
-        while (made := g.maker.get(v)) is not None and made.ins and v not in self.made:
+        while (made := g.maker.get(v)) is not None and made.ins:
+            if v in self.made or v in self.narrowed or made.name == "name" and not names:
+                break
             source = made.ins[0]
             given = g.avals[source]
             if made.name == kernel_p.name:
@@ -271,7 +281,6 @@ class Products:
         return False
 
 
-_LAID_OUT = "transpose", "reshape", "squeeze", "expand_dims", "sharding_constraint"
 _PASSED = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims reshape squeeze stop_gradient "
     "transpose".split()
@@ -294,12 +303,9 @@ class Dense(Site):
             m.weight(read),
             None,
             activation=None,
-            dtype=m.dtype,
-            implementation=None,
-            quantization=self.quantization,
-            contract=int(m.transposed),
             out_sharding=m.sharding,
             op="dense",
+            **m.options(self.quantization),
         )
         return [m.result(y, self.aval)]
 
@@ -333,11 +339,8 @@ class Mlp(Site):
             m.weight(read),
             None,
             activation=self.activation,
-            dtype=m.dtype,
-            implementation=None,
-            quantization=self.quantization,
-            contract=int(m.transposed),
             hidden_sharding=self.sharding,
+            **m.options(self.quantization),
             out_sharding=m.sharding,
         )
         return [m.result(y, self.aval)]
@@ -352,11 +355,8 @@ class Mlp(Site):
             kernels | {"down": m.weight(read)},
             {n: arrange(read(v), d, [m.features]) for n, (v, d) in zip(names, self.biases)},
             activation=self.activation,
-            dtype=m.dtype,
-            implementation=None,
-            quantization=self.quantization,
-            contract=int(m.transposed),
             hidden_sharding=self.sharding,
+            **m.options(self.quantization),
         )
         return arrange(y, (*self.rows, tuple(m.columns)), m.dims).astype(self.aval.dtype)
 
@@ -426,8 +426,8 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
     made, biases, shardings = [], [], {half.sharding}
     for v in hidden:
         shardings.add(_sharding_of(products.program, v))
-        v, dims = _laid_out(products.program, v, half.hidden_dims, known)
-        if v not in known and (split := _biased(products, v, dims, known)) is not None:
+        v, dims = products.peeled(v, half.hidden_dims, names=False)
+        if v not in known and (split := _biased(products, v, dims)) is not None:
             (v, dims), bias = split
             biases.append(bias)
         made.append((v, dims))
@@ -469,19 +469,17 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
     )
 
 
-def _biased(products: Products, v: int, dims: Dims, known: Mapping[int, Any]) -> Any:
+def _biased(products: Products, v: int, dims: Dims) -> Any:
     """Returns a product and what is added to it, with their labels, where a value is their sum."""
     g = products.program
-    made = g.maker.get(v)
-    if made is None or made.name != "add":
-        return None
-    for one, other in (made.ins, made.ins[::-1]):
+    made, name = g.made(v)
+    for one, other in (made.ins, made.ins[::-1]) if name == "add" else ():
         shape = g.avals[v].shape  # that the other one is repeated to
         if g.avals[one].shape != shape or g.avals[other].ndim != len(shape):
             continue
-        product, laid_out = _laid_out(g, one, dims, known)
-        if product in known:
-            return (product, laid_out), products.peeled(other, dims, casts=True, repeated=True)
+        product = products.peeled(one, dims, names=False)
+        if product[0] in products.narrowed:
+            return product, products.peeled(other, dims, casts=True, repeated=True)
     return None
 
 
@@ -494,39 +492,13 @@ def _sharding_of(program: Program, v: int) -> Any:
     return None
 
 
-def _laid_out(program: Program, v: int, dims: Dims, known: Mapping[int, Any]) -> tuple[int, Dims]:
-    """Returns the product that a value is a transposition or a reshape of, with its labels."""
-    while v not in known and (made := program.maker.get(v)) is not None and len(made.ins) == 1:
-        shape, given = program.avals[v].shape, program.avals[made.ins[0]].shape
-        back = moved_back(made, dims, given, shape)
-        if back is None or made.name not in _LAID_OUT:
-            break
-        v, dims = made.ins[0], expanded(back)
-    return v, dims
-
-
 def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: Any) -> Mlp | None:
     """Returns the second half of an MLP, where a product's rows are one; None of others."""
-    g, acts = products.program, products.activations
-    hidden, dims = m.x
-    gate = up = None
-    activation = ""
-    if (named := acts.name(hidden)) is not None:
-        activation, gate = named
-    else:
-        made = g.maker.get(g.shadows.get(hidden, hidden))
-        while made is not None and made.name == "convert_element_type":
-            if not jnp.issubdtype(g.avals[made.ins[0]].dtype, jnp.floating):
-                return None
-            made = g.maker.get(made.ins[0])
-        if hidden in products.made or made is None or made.name != "mul":
-            return None
-        for a, b in (made.ins, made.ins[::-1]):
-            if g.avals[a].shape == g.avals[b].shape and (named := acts.name(_uncast(g, a))):
-                (activation, gate), up = named, _uncast(g, b)
-                break
-    if products.has_few_rows(m) or gate is None or activation in ("sigmoid", "tanh") and up is None:
+    g, (hidden, dims) = products.program, m.x
+    gated = None if hidden in products.made else products.activations.gated(hidden)
+    if gated is None or products.has_few_rows(m):
         return None
+    activation, gate, up = gated
     if quantization is None and g.is_within(hidden):
         return None  # it is `gated_product` already
     same = [g.avals[v] for v in (gate, up) if v is not None]
@@ -552,13 +524,3 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
         aval=aval,
         sharding=_sharding_of(g, m.given) if laid_out else None,
     )
-
-
-def _uncast(g: Program, v: int) -> int:
-    """Goes back through casts to a wider dtype."""
-    while (made := g.maker.get(v)) is not None and made.name == "convert_element_type":
-        given = g.avals[made.ins[0]].dtype
-        if not jnp.issubdtype(given, jnp.floating) or given.itemsize > g.avals[v].dtype.itemsize:
-            break
-        v = made.ins[0]
-    return v

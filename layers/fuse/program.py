@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
-from ...native.jaxpr import JIT, REMAT, line_of, named, rebuilt, results_of
+from ...native.jaxpr import JIT, REMAT, line_of, rebuilt, results_of
 from ..dense.matmul import product_p, shared
 from .calls import CALLS, inside_of
 from .closure import UNKNOWN, Origin
@@ -33,7 +33,7 @@ class Equation:
     """An equation whose operands and results are numbers of values.
 
     Attributes:
-      name, params: its primitive's, or those of the one that JAX's next replaces.
+      name, params: its primitive's.
       ins: its operands as rules read them, all of the result's shape where it is element-wise.
       operands: those that it is evaluated with, which JAX may broadcast.
       scope: the named scopes around it, those of the jitted functions that it was taken out of too.
@@ -47,15 +47,6 @@ class Equation:
     operands: list[int]
     scope: Any
     outs: list[int] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(eq=False)
-class Body:
-    """A program within an equation, under a parameter of it."""
-
-    key: str
-    place: int
-    program: "Program"
 
 
 class Program:
@@ -88,7 +79,7 @@ class Program:
         self.equations: list[Equation] = []
         self.maker: dict[int, Any] = {}  # the Equation that makes each value
         self.given: dict[int, Any] = {}  # values of constants and literals, tracers among them
-        self.bodies: dict[Equation, list[Body]] = {}
+        self.bodies: dict[Equation, dict[Any, Program]] = {}  # by parameter and place
         self.within = within
         self.outer: Program | None = None  # whose equation this is a body of
         self.chosen: Mapping[int, str] | None = None  # by `choices`, once it is asked
@@ -145,29 +136,26 @@ class Program:
         """Takes a program's equations over; returns the values that are its results."""
         env = dict(zip(jaxpr.invars, ins, strict=True))
         env |= {v: self._literal(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-        for eqn, name, params in named(jaxpr):
+        for eqn in jaxpr.eqns:
             operands = [self._literal(a.val) if hasattr(a, "val") else env[a] for a in eqn.invars]
             within = eqn.source_info.name_stack
             if scope is not None:
                 within = scope + within if within.stack else scope
-            if name in JIT and self.inlines(eqn):
+            if eqn.primitive.name in JIT and self.inlines(eqn):
                 inner = eqn.params["jaxpr"]
                 outs = self._add(inner.jaxpr, inner.consts, operands, within)
             else:
-                outs = self._equation(eqn, name, params, operands, within)
+                outs = self._equation(eqn, operands, within)
             env |= zip(eqn.outvars, outs, strict=True)
         return [self._literal(a.val) if hasattr(a, "val") else env[a] for a in jaxpr.outvars]
 
-    def _equation(
-        self, eqn: Any, name: str, params: Mapping[str, Any], ins: list[int], scope: Any
-    ) -> list[int]:
+    def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
+        name, params = eqn.primitive.name, eqn.params
         if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
             which = self.number(ins[0])
-            if (
-                which in (0, 1)
-                and self.avals[ins[1 + bool(which)]].shape == eqn.outvars[0].aval.shape
-            ):
-                return [ins[1 + bool(which)]]
+            case = ins[1 + bool(which)]
+            if which in (0, 1) and self.avals[case].shape == eqn.outvars[0].aval.shape:
+                return [case]
         if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
         if self._shadow and name in _OF_OUR_PRODUCTS:
@@ -189,18 +177,12 @@ class Program:
         self.equations.append(equation)
         if self._shadow:
             self.shadowing.add(equation)
-        arguments = _united([self.made_of[v] for v in ins if v in self.made_of])
+        arguments = frozenset().union(*[self.made_of.get(v, ()) for v in ins])
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
-        if len(equation.outs) == 1 and ins:
-            for v in ins:
-                if self.uniform(v) is None:
-                    break
-            else:
-                self._uniform[equation.outs[0]] = self._uniform_of(equation)
-            if name in RULES and self._consts.keys() >= {*ins}:
-                self._consts[equation.outs[0]] = lambda: self._compute(equation)
-        elif name in RULES:
+        if ins and len(equation.outs) == 1 and None not in map(self.uniform, ins):
+            self._uniform[equation.outs[0]] = self._uniform_of(equation)
+        if name in RULES and self._consts.keys() >= {*ins}:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
         if kind == "product":
             self._add_within(inside, equation)
@@ -217,7 +199,7 @@ class Program:
             within = f"{self.within} in {name}"
             body = type(self)(closed, known, origins, depends, within, self.names)
             body.outer = self
-            self.bodies.setdefault(equation, []).append(Body(key, place, body))
+            self.bodies.setdefault(equation, {})[key, place] = body
         return equation.outs
 
     def _add_within(self, closed: Any, call: Equation) -> list[int]:
@@ -234,15 +216,10 @@ class Program:
 
     def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
         """Returns x for x · 1 when the type is unchanged."""
+        kind = lambda aval: (aval.shape, aval.dtype, aval.weak_type)
         for v, other in (ins, ins[::-1]):
-            if self.number(other) == 1:
-                given, out = self.avals[v], eqn.outvars[0].aval
-                if (given.shape, given.dtype, given.weak_type) == (
-                    out.shape,
-                    out.dtype,
-                    out.weak_type,
-                ):
-                    return v
+            if self.number(other) == 1 and kind(self.avals[v]) == kind(eqn.outvars[0].aval):
+                return v
         return None
 
     def _broadcast(self, eqn: Any, name: str, ins: list[int], scope: Any) -> list[int]:
@@ -269,7 +246,7 @@ class Program:
                 invars=[eqn.invars[i]],
                 outvars=[result],
             )
-            (whole[i],) = self._equation(explicit, "broadcast_in_dim", params, [v], scope)
+            (whole[i],) = self._equation(explicit, [v], scope)
         return whole
 
     # ---------------------------------------------------------------- constants
@@ -445,9 +422,8 @@ class Program:
 
     def _bind(self, equation: Equation, given: list[Any]) -> list[Any]:
         with self._around(equation):
-            kept = self.bodies.get(equation, ())
-            runs = {(b.key, b.place): b.program.run for b in kept if b.program.has_sites()}
-            if runs:
+            bodies = self.bodies.get(equation, {})
+            if runs := {at: body.run for at, body in bodies.items() if body.has_sites()}:
                 return rebuilt(equation.eqn, given, runs)
             try:
                 return results_of(equation.eqn, given)
@@ -456,16 +432,14 @@ class Program:
 
     def has_sites(self) -> bool:
         """Tells if anything is replaced in it."""
-        return bool(self.sites) or any(
-            body.program.has_sites() for bodies in self.bodies.values() for body in bodies
-        )
+        return any(program.sites for program in self.all_programs())
 
     def all_programs(self) -> Iterator["Program"]:
         """Yields this program and those of all bodies within it."""
         yield self
-        for kept in self.bodies.values():
-            for body in kept:
-                yield from body.program.all_programs()
+        for bodies in self.bodies.values():
+            for body in bodies.values():
+                yield from body.all_programs()
 
     def depends(self, v: int, on: Iterable[int]) -> bool:
         """Tells if a value is computed from others."""
@@ -494,19 +468,10 @@ class Program:
 
 # ---------------------------------------------------------------- equations
 
-_LAYOUT = "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"
-_PEELED = (
-    *_LAYOUT,
-    "name",
-    "normfuse_kernel",
-    "pcast",
-    "pvary",
-    "transpose",
-    "slice",
-    "dynamic_slice",
-    "sharding_constraint",
-    "reduce_precision",
-    "stop_gradient",
+_PEELED = frozenset(
+    "broadcast_in_dim convert_element_type copy dynamic_slice expand_dims name normfuse_kernel "
+    "pcast pvary reduce_precision reshape sharding_constraint slice squeeze stop_gradient "
+    "transpose".split()
 )
 _WITH_BODIES = ("while", "scan", "cond", "shard_map", *JIT, *REMAT)
 _BROADCASTING = frozenset(
@@ -551,12 +516,3 @@ def inner_programs(
         yield "jaxpr", 0, ClosedJaxpr(params["jaxpr"], ()), [(v, False) for v in ins]
     elif name in JIT:
         yield "jaxpr", 0, params["jaxpr"], whole
-
-
-def _united(sets: Sequence[frozenset[Any]]) -> frozenset[Any]:
-    """Returns the union of sets; the first that has all, where there is one."""
-    largest = max(sets, key=len, default=frozenset())
-    for one in sets:
-        if one is not largest and not one <= largest:
-            largest = largest | one
-    return largest

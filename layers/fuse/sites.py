@@ -81,10 +81,12 @@ class Site:
         raise NotImplementedError
 
 
-def called(function: Callable[..., Any], *arrays: Any, **static: Any) -> Any:
+def called(function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
     """Calls an operation of ours by a jitted function, which JAX traces once for all layers."""
-    names = tuple(sorted(static.items(), key=lambda item: item[0]))
-    return _jitted(function, names, os.environ.get("NORMFUSE_IMPLEMENTATION"))(*arrays)
+    named = {k: v for k, v in options.items() if isinstance(v, jax.Array)}
+    static = tuple(sorted((k, v) for k, v in options.items() if k not in named))
+    jitted = _jitted(function, static, os.environ.get("NORMFUSE_IMPLEMENTATION"))
+    return jitted(*arrays, **named)
 
 
 @functools.lru_cache(maxsize=256)

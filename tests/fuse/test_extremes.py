@@ -47,16 +47,6 @@ def scores_case(queries, keys):
     return [q.at[0, 3].multiply(queries), k.at[0, 2].multiply(keys), v]
 
 
-def test_scores_of_1e30_are_compared():
-    """One key has scores of ±1e30: it takes all of a row, or nothing.
-
-    Theirs is NaN where XLA has no optimization and JAX is 0.10.
-    """
-    _, got, exact, fused = both(attend(), scores_case(1, 1e30))
-    assert fused.served() == {"attention": 1}
-    close((got[0],), (exact[0],))
-
-
 def test_scores_that_overflow_before_they_are_scaled():
     """The one scale of both is multiplied at once: float64's result, where theirs is NaN."""
     for function, keys, theirs in (
@@ -365,22 +355,3 @@ def test_one_plus_w_is_added_in_its_dtype():
         fused = Fused(lambda x, w, wide=wide: normed(x, w, wide))
         assert (fused(x, w) == value).all() and (normed(x, w, wide) == value).all()
         assert fused.served() == {"norm": 1}
-
-
-@pytest.mark.parametrize("size", [1.0, 1e-5, 1e-30])
-def test_codes_of_rows_below_eps(size):
-    """Codes have the bound √n · max|w|, whatever the rows: what is far below it is 0.
-
-    So an element is wrong by its rounding, or by half the least number of E4M3, 2^-10 of 448.
-    """
-    x, kernel = draw(0, 64, 64) * size, draw(1, 64, 64)
-    function = lambda x, k: jnp.abs(
-        (x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)) @ k
-    )
-    fused = Fused(function, quantization="fp8")
-    got, want = fused(x, kernel), function(x, kernel)
-    assert fused.served() == {"norm": 1, "product": 1, "codes": 1}
-    y = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
-    least = 64**0.5 * 2 * 2.0**-10 / 448  # the scale is a power of two
-    each = (np.abs(y) * 2.0**-4 + least) @ np.abs(kernel) + np.abs(y) @ np.abs(kernel) * 2.0**-4
-    assert (np.abs(got - want) <= each).all()
