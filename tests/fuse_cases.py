@@ -18,7 +18,7 @@ DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing", "lookup", "
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function with its arguments, and how many sites of each domain `fuse` must serve.
+    """A function with its arguments, and how many sites of some domains `fuse` must serve.
 
     `make` returns the function and its arguments.
     """
@@ -29,16 +29,53 @@ class Case:
     low: bool = False  # compare in bfloat16, too
     options: dict = dataclasses.field(default_factory=dict)
 
+    def check(self):
+        function, args = self.make()
+        found, fused = compare(function, args, low=self.low, jit=False, **self.options)
+        counts = {domain: found.get(domain, 0) for domain in self.expected}
+        assert counts == self.expected, fused
+        if self.low:
+            wanted = {domain for domain, count in self.expected.items() if count}
+            assert wanted <= {*fused.served()}, f"not served in bfloat16\n{fused}"
+
 
 class Cases(list):
-    """A table of cases; an instance decorates the functions that make them."""
+    """A table of cases.
 
-    def __call__(self, name=None, make=None, *, low=False, options=None, **expected):
+    Args:
+      sizes: of dimensions, by the letters that stand for them.
+    """
+
+    def __init__(self, **sizes):
+        self.sizes = sizes
+
+    def __call__(
+        self,
+        name,
+        shapes=None,
+        function=None,
+        *more,
+        low=False,
+        scale=1.0,
+        options=None,
+        **expected,
+    ):
+        """Adds the case of a function; without one, decorates what makes it and its arguments.
+
+        Args:
+          shapes: those of random arguments, a word of letters each; "-" is a number.
+          more: other arguments, after these.
+        """
+
         def add(make):
-            self.append(Case(name or make.__name__, make, expected, low, options or {}))
+            self.append(Case(name, make, expected, low, options or {}))
             return make
 
-        return add if make is None else add(make)
+        if function is None:
+            return add
+        words = [word.strip("-") for word in shapes.split()]
+        arrays = [tuple(self.sizes[letter] for letter in word) for word in words]
+        return add(lambda: (function, [*draws(*arrays, scale=scale), *more]))
 
     def parameters(self):
         names = [case.name for case in self]

@@ -129,10 +129,13 @@ def _masked(
     return replace(form, base=replace(form.base, masks=(*masks, mask)))
 
 
-def one_hot(g: Any, form: Form, pred: int, dims: Dims) -> Form | None:
-    """scores where `labels == iota`, 0 elsewhere."""
+def one_hot(g: Any, form: Form, pred: int, dims: Dims, selects: bool = False) -> Form | None:
+    """scores where `labels == iota`, 0 elsewhere: by a select, or times 0, which is NaN of -inf."""
     made = g.program.maker.get(pred)
     if made is None or made.name != "eq" or form.weights:
+        return None
+    dtype = g.program.avals[form.base.dot.outs[0]].dtype
+    if not selects and any(m.fill < float(jnp.finfo(dtype).min) for m in form.base.masks):
         return None
     for labels, count in (made.ins, made.ins[::-1]):
         if g.program.avals[labels].ndim != len(dims) or g.program.avals[count].ndim != len(dims):
@@ -165,7 +168,7 @@ def select(g: Any, made: Equation, _: Any, no: Form | None, yes: Form | None, *m
         if form.along and form.exp and c == 0:
             return _masked(g, form, made.ins[0], form.dims, keep, -math.inf)
         if form.along and not form.exp and c == 0 and keep:
-            return one_hot(g, form, made.ins[0], form.dims)
+            return one_hot(g, form, made.ins[0], form.dims, selects=True)
         if form.is_loss and not form.summed and c == 0 and g.program.avals[made.ins[0]].ndim:
             return _weighted(g, form, made.ins[0], select=True, keep=keep)
     return None

@@ -26,6 +26,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
+from fuse.fuzz import Draws  # noqa: E402
 from jax import lax  # noqa: E402
 
 from normfuse.layers.fuse import indices  # noqa: E402
@@ -42,21 +43,15 @@ REALS = "0.0 1.0 0.5 -0.5 0.1 -1.0 3.0 2.5 -1e9 1e30 1e-40 np.inf -np.inf np.nan
 COMPARISONS = "ge gt le lt eq ne".split()
 
 
-class Writer:
-    """Writes lines that JAX accepts; `made` has (name, type) of each value."""
+class Writer(Draws):
+    """Writes lines that JAX accepts; `types` has the type of each value."""
 
     def __init__(self, seed):
-        self.rng = np.random.default_rng([seed, 57])
-        self.seed, self.lines, self.made = seed, [], []
+        super().__init__(seed, 57)
+        self.seed, self.lines = seed, []
         self.space = dict(jax=jax, jnp=jnp, lax=lax, np=np, T=T, LONG=LONG)
         self.types = {"a": jax.ShapeDtypeStruct((T,), np.int32)}
         self.types["b"] = jax.ShapeDtypeStruct((T, T), np.bool_)
-
-    def some(self, *choices):
-        return choices[self.rng.integers(len(choices))]
-
-    def chance(self, p):
-        return self.rng.random() < p
 
     def value(self, *kinds):
         """A value of some kinds ("b", "i", "f", "o" others), a recent one more often."""
