@@ -62,15 +62,13 @@ class Attention(Site):
         masks = [place(read(m.value), m.dims) == m.keep for m in self.masks]
         if self.fixed is not None:
             masks.append(jnp.asarray(self.fixed)[None, None])
-        biases = [_times(place(read(b), dims), factor) for b, dims, factor in self.biases]
+        biases = [times(place(read(b), dims), factor) for b, dims, factor in self.biases]
         bias = functools.reduce(jnp.add, biases) if biases else None
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
         y = called(attend, q, k, v, bias, mask, **self.options)
         labels = [(l,) for l in atoms(self.out)]
         y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), self.dims)
-        if self.factor != 1:
-            y = y.astype(jnp.promote_types(y.dtype, jnp.float32)) * self.factor
-        return [y.astype(self.aval.dtype)]
+        return [times(y, self.factor).astype(self.aval.dtype)]
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
@@ -89,15 +87,12 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
     qa, ka, va = atoms(found.x[1]), atoms(found.w[1]), atoms(v_dims)
     scores = {*atoms(found.sides[0]), *atoms(found.sides[1])}
     values = tuple(a for a in atoms(mixed.dims) if a not in scores)
-    if any(l.free for l in (*keys, *width, *values)):
-        raise Left("an operand is broadcast along the softmax's axis or along the features")
-    if not set(keys) <= set(ka) or not set(keys) <= set(va) or set(keys) & set(qa):
-        raise Left("keys and values do not have the softmax's axis as a dimension of their own")
-    if not set(width) <= set(qa) or not set(width) <= set(ka) or set(width) & set(va):
-        raise Left("queries and keys do not have the product's features as dimensions of their own")
-    if set(values) & {*qa, *ka}:
-        raise Left("the values' features are a dimension of queries or keys")
     own = {*keys, *width, *values}
+    of_each = (qa, width, (*keys, *values)), (ka, (*keys, *width), values), (va, keys, width)
+    if any(l.free for l in own) or any(
+        not {*wanted} <= {*have} or {*others} & {*have} for have, wanted, others in of_each
+    ):
+        raise Left("its dimensions are not those of queries, keys and values")
     stored = [a for a in dict.fromkeys((*qa, *ka, *va)) if a in (*ka, *va) and a not in own]
     alone = [a for a in qa if a not in stored and a not in width]
     every = {*stored, *alone, *values}
@@ -234,7 +229,8 @@ def _sort_biases(forms: ScoreForms, base: Scores, site: Attention) -> bool:
         finite = np.isfinite(two.numbers if two else np.nan if known is None else known).all()
         if finite and not set(atoms(dims)) & set(keys):
             continue  # the same along the softmax's axis: no effect, but for infinities
-        if bias in forms.of and forms.of[bias].along and not _is_plain(forms, bias):
+        of_scores = forms.of.get(bias)
+        if of_scores and of_scores.along and (of_scores.exp or of_scores.terms):
             raise Left("what is added to the scores is a product of the same softmax")
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
@@ -261,12 +257,6 @@ def _number(masks: Sequence[Mask], row: Row, mean: float) -> float:
     if number > -math.inf and not fine:
         raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
     return number
-
-
-def _is_plain(forms: ScoreForms, v: int) -> bool:
-    """Tells if a value is a product itself, with nothing done to it."""
-    form = forms.of[v]
-    return not form.exp and not form.terms
 
 
 def _sort_empty(masks: Sequence[Mask], row: Row, site: Attention, sees: bool, mean: float) -> None:
@@ -341,9 +331,9 @@ def classified(keep: Any) -> tuple[bool, int | None, Any]:
 # ---------------------------------------------------------------- serving
 
 
-def _times(bias: Any, factor: float) -> Any:
-    wide = jnp.promote_types(bias.dtype, jnp.float32)
-    return bias if factor == 1 else bias.astype(wide) * factor
+def times(x: Any, factor: float, least: Any = jnp.float32) -> Any:
+    """Returns x times a number, in the dtype `least` or a wider one."""
+    return x if factor == 1 else x.astype(jnp.promote_types(x.dtype, least)) * factor
 
 
 @jax.custom_jvp

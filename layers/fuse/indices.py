@@ -166,7 +166,7 @@ def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
         return everywhere(number.x)
     made = program.maker.get(v)
     if made is None:
-        return _constant_region(program, v)
+        return None
     back = lambda i: region(program, made.ins[i], depth)
     two = two_valued(program, v)
     if two is not None and two.mask != v:  # it is another mask, or its complement, or a constant
@@ -286,26 +286,6 @@ def _two_of(program: Program, made: Any, aval: Any, dims: Any, depth: int) -> Tw
 def complement(found: Region) -> Region | None:
     """Returns where one half-space is not; None for an intersection of several."""
     return (found[0].below,) if len(found) == 1 else None
-
-
-def _constant_region(program: Program, v: int) -> Region | None:
-    """Reads a band along two dimensions off a constant array, and compares all of it."""
-    x = program.const(v)
-    if x is None or x.dtype != np.bool_:
-        return None
-    dims = [d for d, n in enumerate(x.shape) if n != 1]
-    if len(dims) != 2 or not x.any():
-        return None
-    t, s = (x.shape[d] for d in dims)
-    behind, keep = np.arange(t)[:, None] - np.arange(s), x.reshape(t, s)
-    low, high = int(behind.min(where=keep, initial=t)), int(behind.max(where=keep, initial=-s))
-    if not (keep == ((low <= behind) & (behind <= high))).all():
-        return None
-    along = lambda sign: tuple(
-        sign if d == dims[0] else -sign if d == dims[1] else 0 for d in range(x.ndim)
-    )
-    ends = (Affine(along(1), -low), low > 1 - s), (Affine(along(-1), high), high < t - 1)
-    return tuple(end for end, cuts in ends if cuts)
 
 
 def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | None:

@@ -14,7 +14,7 @@ import numpy as np
 from ..cross_entropy.linear import best_words, linear_cross_entropy
 from ..cross_entropy.op import aligned_words
 from ..quantization.quantize import fits
-from .attention import MASKED
+from .attention import MASKED, times
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
 from .labels import Dims, Label, Labels, arrange, atoms, expand, size
@@ -155,10 +155,7 @@ class Loss(Site):
     def _bias(self, read: Any) -> Any:
         """Returns what is added to the logits, one number a word; None for nothing."""
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
-        added = [
-            (read(v).astype(wide) * factor if factor != 1 else read(v), dims)
-            for v, dims, factor in self.base.biases
-        ]
+        added = [(times(read(v), factor, wide), dims) for v, dims, factor in self.base.biases]
         for m in self.base.masks:
             fill = jnp.asarray(m.fill if m.added else -jnp.inf, wide)
             added.append((jnp.where(read(m.value) == m.keep, 0, fill), m.dims))
@@ -293,14 +290,13 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     if size(words) < SMALLEST:
         raise Left(f"{size(words)} classes only")
     hidden = _hidden(g, base, words)
-    order = atoms(found.w[1])
-    if set(order) != {*words, *contract} or set(atoms(found.sides[found.right])) != set(order):
-        raise Left("the kernel has more dimensions than the vocabulary's and the features'")
-    if any(l.free for l in (*words, *contract)):
-        raise Left("the kernel is broadcast")
-    have = set(atoms(found.x[1]))
-    if not set(contract) <= have or have & set(words):
-        raise Left("x has not the features as a dimension")
+    order, have = atoms(found.w[1]), set(atoms(found.x[1]))
+    transposed = order == (*words, *contract)
+    kernel_to = (words, contract) if transposed else (contract, words)
+    if order != (*kernel_to[0], *kernel_to[1]) or any(l.free for l in order):
+        raise Left("its kernel is not one of the vocabulary's words and the features")
+    if {*atoms(found.sides[found.right])} != {*order} or have & {*order} != {*contract}:
+        raise Left("its product is not of rows and the kernel")
     whole = [a for a in atoms(found.sides[found.left]) if a not in contract]
     cuts = {l.cut[0]: l for l in (*atoms(form.dims), *form.summed) if l.cut}
     rows = tuple(cuts.get(a, a) for a in whole)
@@ -319,10 +315,6 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
     if labels is not None and not set(atoms(labels[1])) <= set(rows):
         raise Left("its labels differ along more than its rows")
-    transposed = order.index(words[0]) < order.index(contract[0])
-    kernel_to = (words, contract) if transposed else (contract, words)
-    if order != (*expand(kernel_to[0]), *expand(kernel_to[1])):
-        raise Left("the kernel's features and words are not each in a row")
     softcap, factor = found.softcap, found.factor
     dtype = jnp.promote_types(found.x[3], found.w[3])
     if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from . import masks
 from .forms import MAXIMA, Form, Mixed, Scores, Term, plus, scaled
@@ -441,17 +440,13 @@ class Operands:
         if len(on) != 1:
             raise Left("the softmax is not over rows of one operand of the scores' product")
         self.right, self.left = on[0], 1 - on[0]
-        self.axis = tuple(a for a in atoms(self.sides[self.right]) if a in wanted)
         self.x, self.w = (
             forms.peel(base.dot.ins[i], self.sides[i], scale) for i in (self.left, self.right)
         )
-        self.axis = expand(self.axis)
+        wanted = expand(axis)  # what a reshape on the way has split
+        self.axis = tuple(a for a in atoms(self.sides[self.right]) if a in wanted)
         numbers = base.dot.params["dimension_numbers"][0][self.left]
         self.contract = atoms(self.sides[self.left][i] for i in numbers)
-        precision = base.dot.params.get("precision")
         dtypes = [forms.program.avals[v].dtype for v in base.dot.ins]
-        named = precision is not None and any(
-            "HIGH" in str(p) for p in np.atleast_1d(np.asarray(precision, object))
-        )
-        if named and any(d.itemsize > 2 for d in dtypes):
+        if "HIGH" in str(base.dot.params.get("precision")) and any(d.itemsize > 2 for d in dtypes):
             raise Left("the product asks for a higher precision")

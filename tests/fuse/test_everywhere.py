@@ -124,7 +124,6 @@ def forwards(f):
 
 
 TRANSFORMATIONS = {
-    "jit": jax.jit,
     "grad": lambda f: jax.grad(f, (0, 1)),
     "gradients of examples": lambda f: jax.vmap(
         jax.grad(lambda p, x, y: f(p, x[None], y[None])), (None, 0, 0)
@@ -133,16 +132,6 @@ TRANSFORMATIONS = {
     "steps in a scan": steps,
     "pmap": lambda f: lambda p, x, y: jax.pmap(f, in_axes=(None, 0, 0))(p, x[None], y[None]),
     "hessian": lambda f: lambda p, x, y: jax.hessian(lambda a: f(p, a * x, y))(jnp.float32(0.5)),
-    "a transposed derivative": lambda f: (
-        lambda p, x, y: jax.linear_transpose(jax.linearize(lambda x: f(p, x, y), x)[1], x)(
-            jnp.float32(1)
-        )
-    ),
-    "switch": lambda f: (
-        lambda p, x, y: jax.grad(
-            lambda p: lax.switch(1, [lambda *a: 0.0, f, lambda *a: f(*a) ** 2], p, x, y)
-        )(p)
-    ),
     "remat with a policy": lambda f: jax.grad(
         jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)
     ),
@@ -194,13 +183,6 @@ def within_while(params, x, y):
     return integers(lax.stop_gradient(h) @ params["head"], y).mean()
 
 
-def within_jit(params, x, y):
-    inner = jax.jit(lambda x, p, n: block(x * n, p), static_argnums=2)
-    return integers(
-        jax.jit(lambda h, w: h @ w)(inner(x, params["block"], 2), params["head"]), y
-    ).mean()
-
-
 def within_custom_vjp(params, x, y):
     @jax.custom_vjp
     def layer(x, p):
@@ -208,11 +190,6 @@ def within_custom_vjp(params, x, y):
 
     layer.defvjp(lambda x, p: (block(x, p), p), lambda p, g: (g, jax.tree.map(jnp.zeros_like, p)))
     return integers(layer(x, params["block"]) @ params["head"], y).mean()
-
-
-def within_vmap(params, x, y):
-    h = jax.vmap(lambda x: block(x, params["block"]))(x)
-    return jax.vmap(lambda h, y: integers(h @ params["head"], y).mean())(h, y).mean()
 
 
 def barriers(params, x, y):
@@ -223,12 +200,9 @@ def barriers(params, x, y):
 
 WITHIN = {  # function, stacked layers, attentions that must be served
     "scan with remat": (scanned(jax.checkpoint), True, 1),
-    "remat by names": (named_remat, False, 1),
     "switch": (within_switch, False, 2),
     "while": (within_while, False, None),
-    "jit": (within_jit, False, 1),
     "custom_vjp": (within_custom_vjp, False, 0),
-    "vmap": (within_vmap, False, 1),
     "barriers": (barriers, False, 1),
 }
 
@@ -253,11 +227,10 @@ def test_names_of_a_policy_stay(args):
     assert_served(fused, attention=1)
 
 
-@pytest.mark.parametrize("batched", [jax.vmap, eqx.filter_vmap])
-def test_rows_tell_batch_from_heads(batched):
+def test_rows_tell_batch_from_heads():
     """Heads are those that a product makes with their features as one dimension."""
     attend = eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))
-    fused = Fused(batched(lambda x: attend(x, x, x, mask=jnp.tril(jnp.ones((32, 32), bool)))))
+    fused = Fused(jax.vmap(lambda x: attend(x, x, x, mask=jnp.tril(jnp.ones((32, 32), bool)))))
     jax.eval_shape(fused, draw(0, 2, 32, 64))
     assert [row.what for row in fused.rows] == ["attention 2 x 32, 4 heads of 16, float32"]
 
@@ -319,20 +292,17 @@ def placed_rows(subscripts, x, w):
 
 
 F = 2 * E
-TENSOR_PARALLEL = {  # function, kernels' shapes and placements, and sites without and with FP8
+TENSOR_PARALLEL = {  # function, and sites without and with FP8
     "rows": (
         lambda x, w, v: placed_rows("btf,fe->bte", jnp.tanh(x @ w), v),
-        [((E, F), P(None, "t")), ((F, E), P("t"))],
         ({}, {"product": 2}),
     ),
     "an mlp": (
         lambda x, w, v: placed_rows("btf,fe->bte", jax.nn.silu(x @ w), v),
-        [((E, F), P(None, "t")), ((F, E), P("t"))],
         ({"mlp": 1}, {"product": 1, "mlp": 1}),
     ),
     "of ours": (
         lambda x, w, v: jnp.sin(dense(jnp.tanh(dense(x, w)), v, out_sharding=P("d", None, None))),
-        [((E, F), P(None, "t")), ((F, E), P("t"))],
         ({}, {"product": 2}),
     ),
 }
@@ -341,12 +311,12 @@ TENSOR_PARALLEL = {  # function, kernels' shapes and placements, and sites witho
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_products_keep_the_sharding_that_they_are_given(name, eight_devices):
     """On Explicit axes, where a product of features that are split has to be told its own."""
-    function, kernels, expected = TENSOR_PARALLEL[name]
+    function, expected = TENSOR_PARALLEL[name]
     kinds = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("d", "t"), kinds, devices=eight_devices[:4])
     with jax.set_mesh(mesh):
-        arrays = fuse_cases.draws((2, 32, E), *[shape for shape, _ in kernels], scale=0.3)
-        specs = P("d"), *[spec for _, spec in kernels]
+        arrays = fuse_cases.draws((2, 32, E), (E, F), (F, E), scale=0.3)
+        specs = P("d"), P(None, "t"), P("t")
         args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
         both = lambda f: jax.jit(jax.value_and_grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*args)
         want = both(function)
@@ -399,8 +369,7 @@ def test_kernels_that_two_axes_split_move_no_more(name, quantization, eight_devi
         assert moved[1] <= moved[0] * (1 if quantization is None else 0.95)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("at", ["gate and up", "hidden"])
+@pytest.mark.parametrize("at, quantization", [("gate and up", "fp8"), ("hidden", None)])
 def test_hidden_arrays_stay_where_constraints_place_them(at, quantization, eight_devices):
     """Nothing else says so: kernels and x are whole on each device."""
     mesh = jax.make_mesh((2,), ("t",), axis_types=(AxisType.Auto,), devices=eight_devices[:2])
@@ -424,8 +393,9 @@ def test_hidden_arrays_stay_where_constraints_place_them(at, quantization, eight
     assert re.search(r"\[(8,16|128),256\]", text) and not re.search(r"\[(8,16|128),512\]", text)
 
 
-@pytest.mark.parametrize("outside", [False, True], ids=["within", "around"])
-def test_shard_map(mesh, args, outside):
+def test_shard_map(mesh, args):
+    outside = mesh.axis_types[0] == AxisType.Auto
+
     def local(f):
         def run(params, x, y):
             return lax.psum(f(params, x, y), "data")
@@ -552,24 +522,6 @@ def test_references(args):
 # ---------------------------------------------------------------- JAX's other tools
 
 
-def export(function):
-    """`jax.export`, which is told that it may export our custom calls."""
-
-    def call(*args):
-        allowed = []
-        while True:
-            try:
-                return jax.export.export(function, disabled_checks=allowed)(*args)
-            except ValueError as error:
-                names = set(re.findall(r"normfuse_\w+", str(error)))
-                new = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
-                if not new or all(check in allowed for check in new):
-                    raise
-                allowed += new
-
-    return call
-
-
 def test_export_of_symbolic_dimensions(args):
     params, x, y = args
     (b,) = jax.export.symbolic_shape("b")
@@ -578,7 +530,9 @@ def test_export_of_symbolic_dimensions(args):
         jax.ShapeDtypeStruct((b, T, E), x.dtype),
         jax.ShapeDtypeStruct((b, T), y.dtype),
     )
-    exported = export(jax.jit(Fused(loss)))(*shapes)
+    names = re.findall(r"custom_call @(normfuse_\w+)", jax.jit(Fused(loss)).lower(*args).as_text())
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in {*names}]
+    exported = jax.export.export(jax.jit(Fused(loss)), disabled_checks=checks)(*shapes)
     for n in (1, 3):
         assert_same(exported.call(params, x[:n], y[:n]), jax.jit(loss)(params, x[:n], y[:n]))
 
@@ -599,22 +553,24 @@ def test_float64():
         assert_same(got, want, rounding=fuse_cases.tolerance(64, jnp.float64))
 
 
-@pytest.mark.parametrize("shape", [(0, T), (B, 0), (B, 1)])
+@pytest.mark.parametrize("shape", [(0, T), (B, 0), (1, 1)])
 def test_empty_arrays(shape):
     params, x = parameters(), draw(0, *shape, E)
     y = jnp.zeros(shape, jnp.int32)
-    rows = lambda params, x, y: integers(block(x, params["block"]) @ params["head"], y)
-    got, want = (jax.jit(lambda *a, f=f: f(*a))(params, x, y) for f in (Fused(rows), rows))
-    assert_same(got, want)
-    total = lambda f: jax.jit(jax.grad(lambda *a: f(*a).sum()))(params, x, y)
-    assert_same(total(Fused(rows)), total(rows))
+
+    def rows(params, x, y):
+        each = integers(block(x, params["block"]) @ params["head"], y)
+        return each.sum(), each
+
+    both = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(params, x, y)
+    assert_same(both(Fused(rows)), both(rows))
 
 
 def test_traced_once(args):
     fused = Fused(loss)
     step = jax.jit(jax.grad(fused))
     for _ in range(3):
-        step(*args)
+        step.lower(*args)
     assert len(fused.reports) == 1
 
 
@@ -724,7 +680,7 @@ def test_what_cannot_be_read_is_said(args, monkeypatch):
 
     monkeypatch.setattr(products, "found", fails)
     fused = Fused(loss)
-    fused(*args)
+    jax.eval_shape(fused, *args)
     rows = [(row.domain, row.reason) for row in fused.reports[-1].left]
     assert ("mlp", "it could not be read: IndexError: no such dimension") in rows
     assert fused.served()["loss"] == 1
@@ -736,7 +692,7 @@ def test_gradients_within(args):
     fused = Fused(step)
     assert_same(jax.jit(fused)(*args), jax.jit(step)(*args))
     with pytest.warns(UserWarning, match="fuse the loss that you differentiate"):
-        fuse(step)(*args)
+        jax.eval_shape(fuse(step), *args)
     assert "fuse the loss that you differentiate" in str(fused)
 
 
@@ -754,7 +710,7 @@ def test_skip(domain, args):
 def test_skip_that_matches_nothing(args):
     """The warning lists names that are near."""
     with pytest.warns(UserWarning, match=r"(?s)skip.*atend.*attend"):
-        fuse(loss, skip="atend", report=lambda report: None)(*args)
+        jax.eval_shape(fuse(loss, skip="atend", report=lambda report: None), *args)
 
 
 def test_a_skip_that_fails(args):
@@ -769,7 +725,7 @@ def test_a_skip_that_fails(args):
 
 def test_the_table(args):
     fused = Fused(loss)
-    jax.jit(fused)(*args)
+    jax.eval_shape(fused, *args)
     for row in fused.rows:
         assert row.where and row.what and bool(row.served) != bool(row.reason)
     text = str(fused)
