@@ -1,14 +1,13 @@
-"""Reads and writes at constant indices: slices, pads and stacks instead of gathers and scatters.
+"""Reads and writes at constant indices: slices and stacks instead of gathers and scatters.
 
 JAX makes a scatter of `x.at[..., ::2].set(a)`, gathers and scatters of its derivatives, and XLA
 serves these an element at a time. Arithmetic on constant indices proves that they are evenly spaced
-along each dimension, within bounds, and all different. A slice reads such positions, a dilated pad
-writes them, and several writes that cover an array are a stack of the updates.
+along each dimension, within bounds, and all different. A slice reads such positions, and several
+writes that cover an array are a stack of the updates.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +19,6 @@ from jax import Array, lax
 from .indices import Affine, affine
 from .program import Equation, Program
 from .sites import Left, Site
-
-SPARSEST = 16
-"""A scatter to less than one element in 16 stays: a select would pass over all the others."""
 
 LONGEST = 64
 """How many writes, one after another, may be read as one."""
@@ -76,14 +72,6 @@ class Grid:
     def placed(self, elements: Array) -> Array:
         """Returns the elements in the array's order of dimensions."""
         return lax.reshape(lax.transpose(elements, self.order), self.count)
-
-    def padded(self, placed: Array, fill: Any) -> Array:
-        """Returns the array with `fill` at all other positions."""
-        spaces = [
-            (f, n - 1 - f - s * (c - 1), s - 1)
-            for n, f, s, c in zip(self.shape, self.first, self.step, self.count)
-        ]
-        return lax.pad(placed, lax.full((), fill, placed.dtype), spaces)
 
 
 def columns(program: Program, v: int) -> list[Affine] | None:
@@ -214,31 +202,6 @@ def joined(writes: Sequence[Write], *updates: Array) -> Array:
 # ---------------------------------------------------------------- sites
 
 
-def written(
-    program: Program, equation: Equation, grids: Mapping[Equation, Grid]
-) -> tuple[Sequence[int], str, Callable[..., Array]]:
-    """Returns what is read, what serves and what computes the result of a scatter."""
-    base, _, update = equation.ins
-    one, number = grids[equation], program.uniform(base)
-    floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
-    if writes := covering(program, equation, grids):
-        served = "stack and reshape" if one.partial else "its update"
-        return [w.update for w in writes], served, lambda *updates: joined(writes, *updates)
-    if number is not None and number.exact and number.normal and floats:  # the same bits
-        return [update], "pad", lambda u: one.padded(one.placed(u), number.x)
-    if max(one.step, default=1) == 1:
-        put = lambda x, u: lax.dynamic_update_slice(x, one.placed(u), one.first)
-        return [base, update], "update of a slice", put
-    if number is None and math.prod(one.shape) > SPARSEST * math.prod(one.count):
-        raise Left("it writes few elements of a large array")
-
-    def select(x: Array, u: Array) -> Array:
-        here = one.padded(one.placed(lax.full_like(u, True, jnp.bool_)), False)
-        return lax.select(here, one.padded(one.placed(u), 0), x)
-
-    return [base, update], "pad and select", select
-
-
 def found(program: Program) -> Iterator[Site | tuple[int, str]]:
     """Yields the reads and writes at constant indices; a value and the reason where one is left."""
     grids: dict[Equation, Grid] = {}
@@ -256,7 +219,11 @@ def found(program: Program) -> Iterator[Site | tuple[int, str]]:
                 continue
             grids[equation] = one
             if sets:
-                reads, served, compute = written(program, equation, grids)
+                if not (writes := covering(program, equation, grids)):
+                    raise Left("it writes a part of an array")
+                reads = [w.update for w in writes]
+                served = "stack and reshape" if one.partial else "its update"
+                compute = functools.partial(joined, writes)
             elif one.count == one.shape:
                 continue  # the whole array: XLA reads it as it is
             else:

@@ -597,7 +597,6 @@ def rotary(x, a):
     return y.at[..., 1::2].set(even * jnp.sin(a) + odd * jnp.cos(a))
 
 
-case("indexing: set even", "fe ft", lambda x, a: x.at[..., ::2].set(a), indexing=1)
 case("indexing: rotary embedding", "fe ft", rotary, indexing=1)
 
 
