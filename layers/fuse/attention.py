@@ -13,7 +13,7 @@ import numpy as np
 
 from .dropout import changed
 from .forms import Form, Mask, Scores
-from .indices import complement, region, two_valued
+from .indices import band_of, complement, region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Program
 from .rows import ABSORBING, NUMBER, Row
@@ -196,17 +196,18 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, site: Attention) -> Non
         else:
             site.masks.append(m)
     t, s = size(queries), size(keys)
-    causal, width, sees = low == 0 and t <= s, int(min(high, t - 1)) + 1, True
-    if not fixed and (causal or low <= -(s - 1) and high >= t - 1):
-        site.options |= {"causal": causal, "window": width if causal and width < t else None}
-    elif t * s <= LARGEST_CONSTANT:
+    is_option = lambda low, high: low == 0 and t <= s or low <= -(s - 1) and high >= t - 1
+    sees = True
+    if fixed or not is_option(low, high):
+        if t * s > LARGEST_CONSTANT:
+            raise Left("its constant mask is too large to be an operand")
         behind = np.arange(t)[:, None] - np.arange(s)
         keep = functools.reduce(np.logical_and, fixed, (low <= behind) & (behind <= high))
-        causal, window, site.fixed = classified(keep)
-        site.options |= {"causal": causal, "window": window}
+        low, high = band_of(keep) or (math.inf, t)
         sees = bool(keep.any(-1).all())
-    else:
-        raise Left("its constant mask is too large to be an operand")
+        site.fixed = None if is_option(low, high) else keep
+    causal, width = low == 0 and t <= s, int(min(high, t - 1)) + 1
+    site.options |= {"causal": causal, "window": width if causal and width < t else None}
     mean = 1 / s
     if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
         row = replace(row, value=np.float64(mean))  # a mean, without the rounding
@@ -283,25 +284,25 @@ def _band(g: Program, m: Mask, queries: list, keys: Labels):
     if found is None:
         return None
     low, high = -math.inf, math.inf
+    roles = [labels if len(labels) == 1 else None for labels in (tuple(queries), keys)]
     for one in found:
-        steps = [(m.dims[i], c) for i, c in enumerate(one.coefficients) if c]
-        of = {"query": 0, "key": 0}
-        for labels, c in steps:
-            labels = expand(labels)
-            role = "query" if list(labels) == list(queries) else "key" if labels == keys else ""
-            if not role or len(labels) != 1:
+        slopes = [0, 0]
+        for labels, c in zip(m.dims, one.coefficients):
+            if c and (own := expand(labels)) not in roles:
                 return None
-            of[role] += c
-        if not steps:
-            if one.constant < 0:
+            if c:
+                slopes[roles.index(own)] = c
+        match slopes:
+            case [0, 0] if one.constant < 0:
                 return 1, 0  # nothing is seen
-            continue
-        if of["query"] == 1 and of["key"] == -1:
-            low = max(low, -one.constant)
-        elif of["query"] == -1 and of["key"] == 1:
-            high = min(high, one.constant)
-        else:
-            return None
+            case [0, 0]:
+                pass
+            case [1, -1]:
+                low = max(low, -one.constant)
+            case [-1, 1]:
+                high = min(high, one.constant)
+            case _:
+                return None
     return low, high
 
 
@@ -312,20 +313,6 @@ def _plane(g: Program, m: Mask, queries: list, keys: Labels) -> Any:
     others = [a for a in atoms(m.dims) if a not in (*queries, *keys)]
     x = arrange(np.asarray(x == m.keep), m.dims, (others, queries, keys))
     return x[0] if (x == x[:1]).all() else None
-
-
-def classified(keep: Any) -> tuple[bool, int | None, Any]:
-    """(causal, window, mask) of a constant mask; None for the mask where the others say it."""
-    t, s = keep.shape
-    behind = np.arange(t)[:, None] - np.arange(s)
-    width = int(behind.max(where=keep, initial=0)) + 1
-    if keep.all():
-        return False, None, None
-    if t <= s and (keep == (behind >= 0)).all():
-        return True, None, None
-    if t <= s and (keep == ((behind >= 0) & (behind < width))).all():
-        return True, width, None
-    return False, None, keep
 
 
 # ---------------------------------------------------------------- serving

@@ -166,7 +166,7 @@ def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
         return everywhere(number.x)
     made = program.maker.get(v)
     if made is None:
-        return None
+        return _constant_region(program, v)
     back = lambda i: region(program, made.ins[i], depth)
     two = two_valued(program, v)
     if two is not None and two.mask != v:  # it is another mask, or its complement, or a constant
@@ -286,6 +286,29 @@ def _two_of(program: Program, made: Any, aval: Any, dims: Any, depth: int) -> Tw
 def complement(found: Region) -> Region | None:
     """Returns where one half-space is not; None for an intersection of several."""
     return (found[0].below,) if len(found) == 1 else None
+
+
+def band_of(keep: Any) -> tuple[int, int] | None:
+    """Returns (low, high) of a matrix that is true where low <= row - column <= high; else None."""
+    t, s = keep.shape
+    behind = np.arange(t)[:, None] - np.arange(s)
+    low, high = int(behind.min(where=keep, initial=t)), int(behind.max(where=keep, initial=-s))
+    return (low, high) if (keep == ((low <= behind) & (behind <= high))).all() else None
+
+
+def _constant_region(program: Program, v: int) -> Region | None:
+    """Reads a band along two dimensions off a constant array."""
+    x = program.const(v)
+    if x is None or x.dtype != np.bool_:
+        return None
+    dims = [d for d, n in enumerate(x.shape) if n != 1]
+    band = band_of(x.squeeze()) if len(dims) == 2 and x.any() else None
+    if band is None:
+        return None
+    (low, high), (t, s) = band, x.squeeze().shape
+    down = tuple({dims[0]: 1, dims[1]: -1}.get(d, 0) for d in range(x.ndim))
+    ends = (Affine(down, -low), low > 1 - s), (Affine(down, -high).times(-1), high < t - 1)
+    return tuple(end for end, cuts in ends if cuts)
 
 
 def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | None:

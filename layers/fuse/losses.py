@@ -17,7 +17,7 @@ from ..quantization.quantize import fits
 from .attention import MASKED, times
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
-from .labels import Dims, Label, Labels, arrange, atoms, expand, size
+from .labels import Dims, Labels, arrange, atoms, expand, size
 from .products import unfit
 from .program import Program
 from .scores import Operands, ScoreForms
@@ -32,33 +32,26 @@ class Loss(Site):
     """A sum of log-sum-exps and picked elements of x · kernel, by `linear_cross_entropy`.
 
     Attributes:
-      x, kernel: (value, labels); x is cut to `rows` and multiplied by `factor`, and the kernel
+      of: the logits' product: x is cut to `rows` and multiplied by `factor`, and the kernel is
         `transposed` where it is stored (vocabulary, features).
       labels: (value, labels) of the words, None for log-sum-exps alone.
       outside: what one outside the vocabulary gives.
-      words: the labels of the vocabulary.
       lse, pick, sum: what these are multiplied by, the last of all logits of a row.
       form: the value's; it has what is summed over, and the weights.
-      base, axis: the logits, with what is added to them, and the vocabulary.
       hidden: the words whose logits a mask replaces, and the number that it writes; None.
     """
 
     form: Form
-    base: Scores
-    axis: frozenset[Label]
-    x: tuple[int, Dims]
-    kernel: tuple[int, Dims]
+    of: Operands
     transposed: bool
     to: tuple[Any, Any]
     rows: tuple[Any, ...]
     labels: tuple[int, Dims] | None
     outside: str
-    words: Labels
     hidden: tuple[np.ndarray, float] | None
     lse: float
     pick: float
     sum: float
-    softcap: float | None
     factor: float
     dtype: Any
     logits_dtype: Any
@@ -67,7 +60,7 @@ class Loss(Site):
 
     @property
     def vocabulary(self) -> int:
-        return size(self.words)
+        return size(self.of.axis)
 
     @property
     def total(self) -> bool:
@@ -155,16 +148,16 @@ class Loss(Site):
     def _bias(self, read: Any) -> Any:
         """Returns what is added to the logits, one number a word; None for nothing."""
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
-        added = [(times(read(v), factor, wide), dims) for v, dims, factor in self.base.biases]
-        for m in self.base.masks:
+        added = [(times(read(v), factor, wide), dims) for v, dims, factor in self.of.base.biases]
+        for m in self.of.base.masks:
             fill = jnp.asarray(m.fill if m.added else -jnp.inf, wide)
             added.append((jnp.where(read(m.value) == m.keep, 0, fill), m.dims))
-        of_words = [arrange(x, dims, [self.words]) for x, dims in added]
+        of_words = [arrange(x, dims, [self.of.axis]) for x, dims in added]
         return functools.reduce(jnp.add, of_words) if of_words else None
 
     def _operands(self, read: Any) -> tuple[Any, Any]:
         x, kernel = (
-            arrange(read(v), dims, to) for (v, dims), to in zip((self.x, self.kernel), self.to)
+            arrange(read(v), dims, to) for (v, dims, *_), to in zip((self.of.x, self.of.w), self.to)
         )
         for i, a in enumerate(self.rows):
             if a.cut:
@@ -173,6 +166,11 @@ class Loss(Site):
         if self.factor != 1:  # exact, or rounded as the logits would be
             x = x * jnp.asarray(self.factor, self.dtype)
         return x, kernel
+
+    def _logits(self, read: Any) -> dict[str, Any]:
+        """Returns what makes the logits of x · kernel."""
+        options = {"contract": int(self.transposed), "softcap": self.of.softcap}
+        return options | {"bias": self._bias(read), "logits_dtype": self.logits_dtype}
 
     def _totals(self, read: Any) -> Any:
         """Σ of a row's logits: x times the sum of the kernel's words."""
@@ -204,12 +202,9 @@ class Loss(Site):
             x,
             kernel,
             labels,
-            bias=self._bias(read),
-            contract=int(self.transposed),
             ignore=ignore,
-            softcap=self.softcap,
-            logits_dtype=self.logits_dtype,
             quantization=self.quantization,
+            **self._logits(read),
             **{name: value for name, value in options.items() if value is not None},
         )
 
@@ -236,23 +231,15 @@ class BestWords(Site):
     """The words of the largest logits, beside a loss that is served: for an accuracy.
 
     Attributes:
-      of: the log-sum-exps of the same logits.
+      loss: the log-sum-exps of the same logits.
     """
 
-    of: Loss
+    loss: Loss
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        x, kernel = self.of._operands(read)
-        words = best_words(
-            x,
-            kernel,
-            bias=self.of._bias(read),
-            contract=int(self.of.transposed),
-            softcap=self.of.softcap,
-            logits_dtype=self.of.logits_dtype,
-        )
-        rows = tuple((a,) for a in self.of.rows)
-        return [arrange(words, rows, self.of.form.dims).astype(self.of.aval.dtype)]
+        words = best_words(*self.loss._operands(read), **self.loss._logits(read))
+        rows = tuple((a,) for a in self.loss.rows)
+        return [arrange(words, rows, self.loss.form.dims).astype(self.loss.aval.dtype)]
 
 
 def joined(program: Program, sites: list[Site]) -> list[Site]:
@@ -262,7 +249,7 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
     groups: dict[Any, list[Loss]] = {}
     for site in sites:
         if isinstance(site, Loss):
-            groups.setdefault((site.base, site.axis, site.rows), []).append(site)
+            groups.setdefault((site.of.base, site.of.axis, site.rows), []).append(site)
     for group in groups.values():
         first, outs = group[0], tuple(v for site in group for v in site.outs)
         reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
@@ -282,8 +269,8 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     g, (first, _) = forms.program, next(iter(form.terms))
     if g.is_within(value):
         raise Left("a function with a derivative of the user's own computes it")
-    base, axis = first.base, first.axis
-    found = Operands(forms, base, axis, scale=False)
+    base = first.base
+    found = Operands(forms, base, first.axis, scale=False)
     words, contract = found.axis, found.contract
     if not any(t.kind == "lse" for t, _ in form.terms):
         raise Left("an element of the logits, and no log-sum-exp")
@@ -341,21 +328,16 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         what=f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}",
         served="",
         form=form,
-        base=base,
-        axis=axis,
-        x=found.x[:2],
-        kernel=found.w[:2],
+        of=found,
         transposed=transposed,
         to=([*[[a] for a in whole], contract], kernel_to),
         rows=rows,
         labels=labels,
         outside=outside,
-        words=words,
         hidden=hidden,
         lse=lse,
         pick=pick,
         sum=total,
-        softcap=softcap,
         factor=factor,
         dtype=dtype,
         logits_dtype=jnp.promote_types(logits, dtype),

@@ -20,16 +20,14 @@ def multiplied(g: Any, form: Form, other: int) -> Form | None:
     """A form times an array: of a mask, a one-hot array, or the weights of losses."""
     if form.mixed or not _fits(g, other, form.dims):
         return None
+    two = two_valued(g.program, other, form.dims) if form.along else None
     if form.along and form.exp:
-        pred, dims = _booleans(g, other, form)
-        return pred and _masked(g, form, pred, dims, True, -math.inf)
+        is_mask = two and two.numbers == (0, 1) and two.no.exact and two.yes.exact
+        return _masked(g, form, two.mask, two.dims, True, -math.inf) if two and is_mask else None
     if form.exp or form.summed:
         return None
     if form.along and not form.hot:
-        pred, dims = _booleans(g, other, form)
-        if pred and (hot := one_hot(g, form, pred, dims)) is not None:
-            return hot
-        if (two := two_valued(g.program, other, form.dims)) is not None:  # smoothed labels
+        if two is not None:
             hot = one_hot(g, form, two.mask, two.dims)
             return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
     elif form.hot or form.is_loss:
@@ -41,14 +39,6 @@ def multiplied(g: Any, form: Form, other: int) -> Form | None:
             if first is not None and first.hot:
                 return multiplied(g, first, b)
     return None
-
-
-def _booleans(g: Any, v: int, form: Form) -> Any:
-    """(mask, labels) of an array that is 1 where a mask is true and 0 elsewhere; else None."""
-    two = two_valued(g.program, v, form.dims)
-    if two is None or two.numbers != (0, 1) or not two.no.exact or not two.yes.exact:
-        return None, None
-    return two.mask, two.dims
 
 
 def _fits(g: Any, v: int, dims: Dims) -> bool:

@@ -421,6 +421,7 @@ class Operands:
     """The product of a site's scores, sorted into what has the softmax's axis and what has not.
 
     Attributes:
+      base: the scores.
       axis, contract: labels of the softmax's axis, and of what the product sums over.
       left, right: which operand is which.
       x, w: (value, labels, factor, narrowest dtype) of what they were made of; without `scale` the
@@ -429,7 +430,7 @@ class Operands:
     """
 
     def __init__(self, forms: ScoreForms, base: Scores, axis: frozenset[Label], scale: bool):
-        self.softcap, self.factor = None, base.scale
+        self.base, self.softcap, self.factor = base, None, base.scale
         if base.inner is not None:  # scale · tanh(inner · x·w)
             self.softcap, self.factor = base.scale, base.scale * base.inner
             if base.scale <= 0:
