@@ -1,6 +1,6 @@
 """Random expressions of integers, masks and casts: what `fuse` proves of each, beside XLA's values.
 
-    python tests/fuse/random_masks.py --expressions 20000 --seed 0
+    python tests/fuse/random_masks.py --programs 2000 --seed 0
 
 A program is some lines of text, one expression a line, made of iota, constants, casts between all
 dtypes, arithmetic (with 0, negative numbers, numbers that wrap), comparisons, selects, slices,
@@ -434,7 +434,10 @@ def check_uses(w, counts):
 
 
 def run(seeds, uses=4, whole=0, show=print):
-    """Returns the numbers of programs that are wrong, and counts of what was compared."""
+    """Returns the numbers of programs that are wrong, and counts of what was compared.
+
+    Every so many are used in functions (`uses`), and compiled as a `whole`.
+    """
     counts, failed = collections.Counter(), []
     for seed in seeds:
         wide = seed % 5 > 0  # some of 32 bits
@@ -453,19 +456,12 @@ def run(seeds, uses=4, whole=0, show=print):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--expressions", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--uses", type=int, default=4, help="use every n-th in attention")
-    parser.add_argument("--whole", type=int, default=20, help="compile every n-th as a whole")
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--programs", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first program")
     options = parser.parse_args()
-    if options.only is not None:
-        print(run([options.only], 1, 1))
-        return
-    total, seed = collections.Counter(), options.seed
-    while total["expressions"] < options.expressions:
-        _, counts = run(range(seed, seed + 100), options.uses, options.whole)
-        total, seed = total + counts, seed + 100
+    total = collections.Counter()
+    for first in range(options.seed, options.seed + options.programs, 100):
+        total += run(range(first, first + 100), whole=20)[1]
         print(dict(total), flush=True)
     sys.exit(bool(total["wrong"]))
 

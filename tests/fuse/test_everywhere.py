@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import half
 from flax import nnx
 from fuse_cases import Fused, draw, rms
 from jax import lax
@@ -333,11 +332,11 @@ def test_products_keep_the_sharding_that_they_are_given(name, eight_devices):
 TWO_WAYS = {  # placements of the kernels gate and up, of down, and of x
     "both axes": (P("d", "t"), P("t", "d"), P("d")),
     "rows": (P(("d", "t")), P(("d", "t")), P(("d", "t"))),
-    "features": (P("t", "d"), P("d", "t"), P("d")),
 }
 
 
-@pytest.mark.parametrize("name, quantization", half(TWO_WAYS, [None, "fp8"]))
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("name", TWO_WAYS)
 def test_kernels_that_two_axes_split_move_no_more(name, quantization, eight_devices):
     """A norm and a gated MLP, twice; in FP8 codes are gathered."""
     wide, narrow, rows = TWO_WAYS[name]
@@ -362,11 +361,7 @@ def test_kernels_that_two_axes_split_move_no_more(name, quantization, eight_devi
         program = jax.jit(jax.value_and_grad(function)).lower(params, struct((8, 32, 64), rows))
         moved.append(sum(c.bytes for c in hlo.collectives(program.compile())))
     assert_served(fused, norm=2, mlp=2)
-    if name == "features":
-        gathered = 2 * 4 * 32 * 64 * 4  # x of one device, before a norm and after its gradient
-        assert moved[1] <= moved[0] + gathered
-    else:
-        assert moved[1] <= moved[0] * (1 if quantization is None else 0.95)
+    assert moved[1] <= moved[0] * (1 if quantization is None else 0.95)
 
 
 @pytest.mark.parametrize("at, quantization", [("gate and up", "fp8"), ("hidden", None)])
@@ -505,18 +500,6 @@ def test_effects_and_their_order(args):
     assert found[1][1] == found[0][1]
     assert_same(found[1][0], found[0][0])
     assert_served(fused, attention=1, loss=1)
-
-
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no references")
-def test_references(args):
-    def counted(params, x, y):
-        ref = jax.new_ref(jnp.zeros(()))
-        value = loss(params, x, y)
-        ref[...] = ref[...] + value
-        ref[...] = ref[...] * 2
-        return ref[...]
-
-    assert_same(jax.jit(Fused(counted))(*args), jax.jit(counted)(*args))
 
 
 # ---------------------------------------------------------------- JAX's other tools
