@@ -1,9 +1,9 @@
-"""Reads and writes at constant indices: slices and stacks instead of gathers and scatters.
+"""Reads and writes at constant indices: slices, pads and stacks instead of gathers and scatters.
 
 JAX makes a scatter of `x.at[..., ::2].set(a)`, gathers and scatters of its derivatives, and XLA
 serves these an element at a time. Arithmetic on constant indices proves that they are evenly spaced
-along each dimension, within bounds, and all different. A slice reads such positions, and several
-writes that cover an array are a stack of the updates.
+along each dimension, within bounds, and all different. A slice reads such positions, a dilated pad
+writes them onto a number, and several writes that cover an array are a stack of the updates.
 """
 
 import dataclasses
@@ -72,6 +72,14 @@ class Grid:
     def placed(self, elements: Array) -> Array:
         """Returns the elements in the array's order of dimensions."""
         return lax.reshape(lax.transpose(elements, self.order), self.count)
+
+    def padded(self, placed: Array, fill: Any) -> Array:
+        """Returns the array with `fill` at all other positions."""
+        spaces = [
+            (f, n - 1 - f - s * (c - 1), s - 1)
+            for n, f, s, c in zip(self.shape, self.first, self.step, self.count)
+        ]
+        return lax.pad(placed, lax.full((), fill, placed.dtype), spaces)
 
 
 def columns(program: Program, v: int) -> list[Affine] | None:
@@ -202,6 +210,21 @@ def joined(writes: Sequence[Write], *updates: Array) -> Array:
 # ---------------------------------------------------------------- sites
 
 
+def written(
+    program: Program, equation: Equation, grids: Mapping[Equation, Grid]
+) -> tuple[Sequence[int], str, Callable[..., Array]]:
+    """Returns what is read, what serves and what computes the result of a scatter."""
+    base, _, update = equation.ins
+    one, number = grids[equation], program.uniform(base)
+    if writes := covering(program, equation, grids):
+        served = "stack and reshape" if one.partial else "its update"
+        return [w.update for w in writes], served, functools.partial(joined, writes)
+    floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
+    if number is not None and number.exact and number.normal and floats:  # the same bits
+        return [update], "pad", lambda u: one.padded(one.placed(u), number.x)
+    raise Left("it writes a part of an array")
+
+
 def found(program: Program) -> Iterator[Site | tuple[int, str]]:
     """Yields the reads and writes at constant indices; a value and the reason where one is left."""
     grids: dict[Equation, Grid] = {}
@@ -219,11 +242,7 @@ def found(program: Program) -> Iterator[Site | tuple[int, str]]:
                 continue
             grids[equation] = one
             if sets:
-                if not (writes := covering(program, equation, grids)):
-                    raise Left("it writes a part of an array")
-                reads = [w.update for w in writes]
-                served = "stack and reshape" if one.partial else "its update"
-                compute = functools.partial(joined, writes)
+                reads, served, compute = written(program, equation, grids)
             elif one.count == one.shape:
                 continue  # the whole array: XLA reads it as it is
             else:

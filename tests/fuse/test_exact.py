@@ -253,6 +253,7 @@ def test_positions_of_one_element_are_for_all(name):
 
 
 INDEXED = {
+    "updates": lambda x, p: jnp.zeros((2 * T, 8), x.dtype).at[p + p[1:2]].set(x),
     "reads": lambda x, p: x[p[3:] - p[1:2]],
     "reads in steps": lambda x, p: x[p[:6] * p[2:3]],
 }

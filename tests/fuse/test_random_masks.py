@@ -173,6 +173,15 @@ def test_zeros_of_two_signs_are_no_number():
     assert constants.known(x[:1]).uniform.x == 0 and constants.known(x[:1] * 0).uniform.exact
 
 
+def test_an_update_of_zeros_of_two_signs():
+    """It is no pad of a number, which would lose the signs."""
+    base = np.array([0.0, -0.0, -0.0, 0.0], np.float32)
+    function = lambda u: jnp.asarray(base).at[::2].set(u)
+    u = jnp.ones(2)
+    fused = random_masks.fuse_cases.Fused(function)
+    np.testing.assert_array_equal(np.signbit(fused(u)), np.signbit(function(u)))
+
+
 def test_proofs_are_linear_in_a_program():
     """Each value is asked about once, though 40 sums of a value with itself have 2**40 paths."""
     visited = collections.Counter()
