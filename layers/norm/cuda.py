@@ -139,7 +139,7 @@ class Call:
         self.layout: RowLayout | None = None
         dtype = {"Y": norm.out_dtype, "DX": x.dtype}
         if "H" in results:
-            dtype["H"] = norm.residual_dtype or promoted(x.dtype, arrays["RESIDUAL"].dtype)
+            dtype["H"] = promoted(x.dtype, arrays["RESIDUAL"].dtype)
         large = [name for name in results if name in dtype]
         self.results = {k: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype[k])) for k in large}
         row = jax.ShapeDtypeStruct(self.row_shape, compute)

@@ -56,7 +56,7 @@ def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
     def pallas(platform: str, norm: Norm, *operands: Array) -> list[Array]:
         from . import pallas  # imported when it is first used
 
-        return pallas.KERNELS[name](platform, norm, *operands)
+        return pallas.run(name, platform, norm, *operands)
 
     bodies: Any = {"cpu": host, "cuda": getattr(cuda, name)}
     if name in ("forward", "backward"):  # of whole rows

@@ -83,7 +83,6 @@ def rms_norm(
     scale_offset: float = 0.0,
     cast: Cast = "after",
     dtype: jax.typing.DTypeLike | None = None,
-    residual_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Any:
     """Divides x by its root mean square over `axis`, multiplies by `scale` and adds `bias`.
@@ -107,7 +106,8 @@ def rms_norm(
         tokens, features), as in AdaLN. Where these are not x's first dimensions kernels transpose
         x first; Pallas kernels take one scale for all rows.
       bias: as scale; the two broadcast against each other.
-      residual: added to x; x's shape and any of those dtypes.
+      residual: added to x; x's shape and any of those dtypes. The sum is rounded to the dtype that
+        x and residual promote to before it is normalised.
       eps: added to the mean square; finite, at least 0.
       axis: the normalised axis, or several.
       scale_offset: added to scale; 1 where checkpoints store scale − 1, and in DiT's `modulate`.
@@ -116,8 +116,6 @@ def rms_norm(
         does: the same bits, but where another order of the mean's sum moves a value past a tie.
         This rounding has no derivative.
       dtype: of y; x's where None.
-      residual_dtype: of the sum, which is rounded to it before it is normalised; the promoted dtype
-        of x and residual where None.
       implementation: None, "native", "pallas" or "xla", or several to try in order; see
         `normfuse info` for what serves here.
 
@@ -126,9 +124,8 @@ def rms_norm(
 
     Raises:
       TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale, bias or residual that does not fit, a residual_dtype without a
-        residual, an axis out of range, an eps that is negative or not finite, or an unknown cast or
-        implementation.
+      ValueError: for a scale, bias or residual that does not fit, an axis out of range, an eps that
+        is negative or not finite, or an unknown cast or implementation.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 
@@ -145,7 +142,7 @@ def rms_norm(
     ([0.849, 1.131], [6.0, 8.0])
     """
     options = eps, axis, scale_offset, dtype, cast
-    norm, operands = check("rms_norm", x, scale, bias, *options, residual, residual_dtype)
+    norm, operands = check("rms_norm", x, scale, bias, *options, residual)
     return results_of(norm, call(forward, norm, operands, implementation))
 
 
@@ -192,7 +189,6 @@ def layer_norm(
     axis: int | Sequence[int] = -1,
     scale_offset: float = 0.0,
     dtype: jax.typing.DTypeLike | None = None,
-    residual_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Any:
     """Subtracts the mean of x over `axis`, divides by the standard deviation, scales and shifts.
@@ -218,7 +214,7 @@ def layer_norm(
     [-1.0, 1.0, 2.0, -2.0]
     """
     options = eps, axis, scale_offset, dtype, "after"
-    norm, operands = check("layer_norm", x, scale, bias, *options, residual, residual_dtype, True)
+    norm, operands = check("layer_norm", x, scale, bias, *options, residual, True)
     return results_of(norm, call(forward, norm, operands, implementation))
 
 
@@ -236,7 +232,6 @@ def check(
     dtype: Any,
     cast: Any = "after",
     residual: Any = None,
-    residual_dtype: Any = None,
     centred: bool = False,
 ) -> tuple[Norm, list[Array]]:
     """Returns what is known of the norm, and its operands as arrays; or raises one clear error."""
@@ -256,15 +251,8 @@ def check(
             f"{op}: residual must have x's shape {x.shape}, got {more[0].shape}; "
             "broadcast it first with jnp.broadcast_to"
         )
-    if residual_dtype is not None:
-        residual_dtype = floating_dtype(op, residual_dtype, None, "residual_dtype")
-        if residual is None:
-            raise ValueError(
-                f"{op}: residual_dtype is the dtype of x + residual, got {residual_dtype} without "
-                "a residual; give residual, or dtype for the dtype of y"
-            )
     out_dtype = floating_dtype(op, dtype, x.dtype)
-    dtypes = {out_dtype, residual_dtype, *[a.dtype.name for a in (x, *more, *parameters)]}
+    dtypes = {out_dtype, *[a.dtype.name for a in (x, *more, *parameters)]}
     norm = Norm(
         op=op,
         axes=axes,
@@ -273,7 +261,6 @@ def check(
         scale_offset=offset,
         out_dtype=out_dtype,
         compute="float64" if "float64" in dtypes else "float32",
-        residual_dtype=residual_dtype or "",
         has_residual=bool(more),
         has_scale=scale is not None or bool(heads),
         has_bias=bias is not None,

@@ -57,18 +57,17 @@ def _backward(norm: Norm, n: int, stored: jnp.dtype, values: Values) -> Values:
     return {"DX": dx, "DSCALE": _sum(dy * normal, 0), "DBIAS": _sum(dy, 0)}
 
 
-def _run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]:
+def run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]:
     """Runs a kernel; raises `Unsupported` for what the platform's kernels do not take."""
     if norm.heads:
         raise Unsupported("Pallas kernels take one scale for all rows")
     names, results = norm.names(kernel)
     arrays = dict(zip(names, operands, strict=True))
     x, compute = arrays["X"], jnp.dtype(norm.compute)
-    sum_dtype = promoted(x.dtype, arrays.get("RESIDUAL", x).dtype)
-    stored = jnp.dtype(norm.residual_dtype or sum_dtype)
+    stored = promoted(x.dtype, arrays.get("RESIDUAL", x).dtype)
     types = {"Y": norm.out_dtype, "H": stored, "DX": x.dtype}
     taken = set(FLOATING if platform == "cpu" else ("float32", "bfloat16"))
-    dtypes = {*(a.dtype.name for a in operands), norm.compute, norm.out_dtype, norm.residual_dtype}
+    dtypes = {*(a.dtype.name for a in operands), norm.compute, norm.out_dtype}
     if others := dtypes - taken - {""}:
         raise Unsupported(
             f"Pallas kernels take {', '.join(sorted(taken))} on {platform}, not "
@@ -124,6 +123,3 @@ def _run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array
     )(*[array.reshape(placed(name)[0]) for name, array in arrays.items()])
     small = {*STATISTICS, *PARAMETERS}
     return [v.reshape(-1) if name in small else v for name, v in zip(results, values)]
-
-
-KERNELS = {kernel: functools.partial(_run, kernel) for kernel in ("forward", "backward")}

@@ -27,7 +27,6 @@ class Norm:
       out_dtype: of y.
       compute: the dtype of the arithmetic: float64 where an operand or a result is, else float32.
       cast_before: whether x̂ is rounded to the dtype of what is normalised before it is multiplied.
-      residual_dtype: of x + residual, which is rounded to it; what they promote to where empty.
       has_residual: whether x + residual is normalised; in a backward, whether the residual has a
         gradient of its own, to be added.
       has_scale, has_bias: whether there is a scale, a bias.
@@ -44,7 +43,6 @@ class Norm:
     out_dtype: str = ""
     compute: str = "float32"
     cast_before: bool = False
-    residual_dtype: str = ""
     has_residual: bool = False
     has_scale: bool = False
     has_bias: bool = False
@@ -139,7 +137,7 @@ def add(norm: Norm, x: Array, residual: Array) -> Array:
 
     XLA does not normalise the unrounded sum in its place, as it would on GPUs.
     """
-    stored = norm.residual_dtype or promoted(x.dtype, residual.dtype)
+    stored = promoted(x.dtype, residual.dtype)
     return rounded(x.astype(norm.compute) + residual.astype(norm.compute), stored).astype(stored)
 
 

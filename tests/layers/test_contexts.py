@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_cases import DenseCase
 from jax.ad_checkpoint import checkpoint_name
 from rms_norm_cases import Batch, Case, stack
 
@@ -109,32 +108,22 @@ def test_context(name, case, serve):
     serve(case, fn, *operands, expected=expected, calls=CONTEXTS[name][1], title=name)
 
 
-# ---------------------------------------------------------------- other implementations, and dense
-
-OTHERS = [("rms_norm", "pallas"), ("dense", "xla")]
-SMOKE = ["`scan`", "`cond`, one branch without the op", "`checkpoint`"]
+# ---------------------------------------------------------------- Pallas
 
 
-@functools.cache
-def case_of(op, seed=0):
-    return DenseCase(seed=seed) if op == "dense" else Case(op, seed=seed)
-
-
-@pytest.mark.parametrize("name", SMOKE)
-@pytest.mark.parametrize("op, implementation", OTHERS)
-def test_other_implementations(op, implementation, name, serve):
-    case = case_of(op)
-    fn, operands, expected = in_context(case, name, implementation=implementation)
+@pytest.mark.parametrize("name", ["`scan`", "`cond`, one branch without the op", "`checkpoint`"])
+def test_pallas_in_contexts(name):
+    case = Case("rms_norm")
+    fn, operands, expected = in_context(case, name, implementation="pallas")
     compiled = jax.jit(fn).lower(*operands).compile()
     case.check(compiled(*operands), expected)
-    assert hlo.served(compiled) == {"xla": "plain HLO"}.get(implementation, implementation)
+    assert hlo.served(compiled) == "pallas"
 
 
-@pytest.mark.parametrize("op, implementation", OTHERS)
-def test_vmap_of_other_implementations(op, implementation):
-    cases = case_of(op), case_of(op, 1)
+def test_vmap_of_pallas():
+    cases = Case("rms_norm"), Case("rms_norm", seed=1)
     args = [np.stack(pair) for pair in zip(*(case.args for case in cases))]
-    run = jax.jit(jax.vmap(functools.partial(cases[0], implementation=implementation)))
+    run = jax.jit(jax.vmap(functools.partial(cases[0], implementation="pallas")))
     expected = [stack(pair) for pair in zip(*(case.values() for case in cases))]
     cases[0].check(run(*args), expected)
 

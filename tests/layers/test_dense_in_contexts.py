@@ -367,10 +367,3 @@ def test_export_changes_nothing(name, symbolic):
     exported = export.export(run, disabled_checks=allowed())(*types)
     again = jax.jit(export.deserialize(exported.serialize()).call)
     check(name, again(args, dy), want)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_strict_promotion_of_dtypes_and_ranks(name, rng):
-    args, dy = draw(rng, name, bf16, f32)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(both_ways(OPS[name]), args, dy)
