@@ -1,9 +1,7 @@
 """A kernel: one device's share of an operation, as a JAX primitive with a body per backend."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,13 +11,11 @@ from jax.sharding import (
     AbstractMesh,
     NamedSharding,
     PartitionSpec,
-    SingleDeviceSharding,
     use_abstract_mesh,
 )
 
 from .implementation import BEST, PLAIN, Order, Unsupported, report
 from .jax_private import needs_devices_during_lowering
-from .jaxpr import inner
 
 Backend = Literal["cpu", "cuda", "pallas"]
 Arrays = Sequence[jax.Array]
@@ -173,40 +169,6 @@ def result_types(definition: Body, spec: Any, operands: tuple) -> list[jax.Shape
     with use_abstract_mesh(_NO_MESH):
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
         return list(jax.eval_shape(functools.partial(definition, spec), *structs))
-
-
-def compile_kernels(jaxpr: Any, device: jax.Device) -> None:
-    """Compiles the kernels of a traced program at the same time, as one device needs them.
-
-    A lowering compiles them one after the other. It finds these in the kernel cache; on a mesh a
-    device's share may take another, which is then compiled there.
-    """
-    if device.platform != "gpu":
-        return
-    place = SingleDeviceSharding(device)
-
-    def lower(eqn: Any) -> None:
-        bind = functools.partial(eqn.primitive.bind, **eqn.params)
-        given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in _avals(eqn)]
-        with contextlib.suppress(Exception):  # the program's own lowering raises it
-            jax.jit(bind).lower(*given)
-
-    key = lambda eqn: (eqn.primitive, _avals(eqn), frozenset(eqn.params.items()))
-    distinct = {key(eqn): eqn for eqn in _operations(jaxpr)}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lower, distinct.values()))
-
-
-def _operations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name.startswith("normfuse_"):
-            yield eqn
-        for body in inner(eqn):
-            yield from _operations(body)
-
-
-def _avals(eqn: Any) -> tuple[Any, ...]:
-    return tuple(variable.aval for variable in eqn.invars)
 
 
 def without_mesh(fn: Body, x64: bool) -> Callable[..., list]:

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from ..layers.accumulate import accumulate_gradients
 from ..models.config import TransformerConfig
 from ..models.functional import Functional, Params, build
-from ..native.kernel import compile_kernels
 from .checks import guard_limit
 from .config import OptimConfig, TrainConfig
 from .mesh import batch_sharding, make_sharding
@@ -84,9 +83,7 @@ class Program:
         out = (jax.tree.map(lambda x: x.sharding, state), NamedSharding(self.mesh, P()))
         options = GPU_OPTIONS if _on_gpus(self.mesh) else None
         step = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)
-        traced = step.trace(state, tokens)
-        compile_kernels(traced.jaxpr.jaxpr, self.mesh.devices.flat[0])
-        return traced.lower()
+        return step.lower(state, tokens)
 
     def _init(self, key: Array) -> State:
         params = self.model.init(key)

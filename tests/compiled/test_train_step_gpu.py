@@ -1,7 +1,6 @@
 """Programs of H200s for the presets' training step: the memory they take, and no copied state."""
 
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -11,14 +10,10 @@ import sys
 import gpu_compiler
 import hlo
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh
 
-from normfuse import dense, rms_norm
 from normfuse.models import parameters, transformer
-from normfuse.native import cache, compiler
-from normfuse.native.kernel import compile_kernels
 from normfuse.train import topology
 from normfuse.train.config import preset_config
 from normfuse.train.mesh import AXES
@@ -64,27 +59,6 @@ def copied(program, state) -> list[tuple[int, ...]]:
     copies = re.findall(r"= \(?f32\[(\d[\d,]*)\][^=]* copy(?:-start)?\(", hlo.text(program))
     shapes = (tuple(sorted(map(int, shape.split(",")))) for shape in copies)
     return [shape for shape in shapes if shape in arrays]
-
-
-def test_kernels_are_compiled_before_the_program_is_lowered(monkeypatch, tmp_path):
-    """Those within loops, too."""
-    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache, "_memory", {})
-    device = mesh().devices.flat[0]
-    given = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
-    x, kernel = given((64, 256), jnp.bfloat16), given((256, 256), jnp.float32)
-
-    def loss(x, kernel):
-        layer = lambda x, _: (dense(x, kernel, quantization="fp8"), None)
-        return jnp.sum(rms_norm(jax.lax.scan(layer, x, length=2)[0]).astype(jnp.float32))
-
-    traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, kernel)
-    before = compiler.compilations()
-    compile_kernels(traced.jaxpr.jaxpr, device)
-    compiled = compiler.compilations()
-    assert compiled > before + 4  # a maximum, codes, and a norm both ways
-    traced.lower()
-    assert compiler.compilations() == compiled
 
 
 def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
