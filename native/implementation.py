@@ -59,13 +59,20 @@ def native_or_best(strict: bool) -> Order:
     return NATIVE if strict else BEST
 
 
-def requested(implementation: Implementation, *, argument: str = "implementation") -> list[str]:
+def requested(
+    implementation: Implementation,
+    *,
+    argument: str = "implementation",
+    known: Sequence[str] = NAMES,
+) -> list[str]:
     """Returns the implementations to try, in order; empty for the best that can serve.
 
-    `None` takes `NORMFUSE_IMPLEMENTATION` (names separated by commas) where it is set.
+    `None` takes `NORMFUSE_IMPLEMENTATION` (names separated by commas) where it is set. `known` are
+    the names there are.
 
     Raises:
       ValueError: for an unknown name.
+      NotImplementedError: for a name that is not among `known`.
       TypeError: for anything but None, a string, or a sequence of strings.
     """
     if implementation is None:
@@ -76,13 +83,13 @@ def requested(implementation: Implementation, *, argument: str = "implementation
     names = [implementation] if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{argument} must be None, one of {', '.join(map(repr, NAMES))} or a sequence of them, "
+            f"{argument} must be None, one of {', '.join(map(repr, known))} or a sequence of them, "
             f"got {implementation!r}; None takes the best that can serve here"
         )
-    unknown = [name for name in names if name not in NAMES]
-    if unknown or not names:
-        raise ValueError(
-            f"{argument} must name one of {', '.join(map(repr, NAMES))}, got {implementation!r}; "
+    if not names or not {*names} <= {*known}:
+        elsewhere = names and {*names} <= {*NAMES, *known}  # other operations have it
+        raise (NotImplementedError if elsewhere else ValueError)(
+            f"{argument} must name one of {', '.join(map(repr, known))}, got {implementation!r}; "
             "None takes the best that can serve here"
         )
     return list(names)

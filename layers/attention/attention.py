@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...native.implementation import BEST, NAMES, Implementation, Order, requested
+from ...native.implementation import BEST, Implementation, Order, requested
 from ..core.arguments import (
     array_of,
     checked_softcap,
@@ -201,25 +200,9 @@ def _segments(
 
 
 def _order(implementation: Implementation) -> Order:
-    """Returns the order of implementations.
-
-    Raises the errors of `native.implementation.requested`, which has other names.
-    """
-    if implementation is None:
-        first = (requested(None) or [""])[0]  # NORMFUSE_IMPLEMENTATION: only "xla" is ours too
-        return BLOCKS if first == "xla" else BEST
-    named = [implementation] if isinstance(implementation, str) else implementation
-    names = list(named) if isinstance(named, Sequence) else [named]
-    unknown = [name for name in names if name not in ("cudnn", "xla")]
-    if known := [name for name in unknown if name in NAMES]:
-        raise NotImplementedError(
-            f"{_OP} has no {known[0]!r} implementation; it has 'cudnn' and 'xla'"
-        )
-    if unknown or not names:
-        raise ValueError(
-            f"{_OP}: implementation must name 'cudnn' or 'xla', got {implementation!r}; None takes "
-            "the best that can serve here"
-        )
+    if implementation is None:  # of NORMFUSE_IMPLEMENTATION's names only "xla" is ours too
+        return BLOCKS if requested(None)[:1] == ["xla"] else BEST
+    names = requested(implementation, argument=f"{_OP}: implementation", known=("cudnn", "xla"))
     if names[0] == "xla":
         return BLOCKS
     return CUDNN_OR_BLOCKS if "xla" in names else CUDNN

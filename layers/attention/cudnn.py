@@ -33,14 +33,29 @@ _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 def forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
     """Returns the results of `blocks.forward`; raises Unsupported if cuDNN cannot serve."""
-    dims = spec.forward_dims(operands[0].ndim)
-    return _of_even_length(functools.partial(_forward, capability), spec, dims, operands)
+    return _served(capability, _forward, Spec.forward_dims, spec, operands)
 
 
 def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
     """Returns the results of `blocks.gradients`; raises Unsupported if cuDNN cannot serve."""
-    dims = spec.gradients_dims(operands[0].ndim)
-    return _of_even_length(functools.partial(_gradients, capability), spec, dims, operands)
+    return _served(capability, _gradients, Spec.gradients_dims, spec, operands)
+
+
+def _served(
+    capability: int,
+    run: Callable[..., list[Array]],
+    dims_of: Callable[..., Dims],
+    spec: Spec,
+    operands: Sequence[Array],
+) -> list[Array]:
+    """Returns `run(spec, call, *operands)` for the simplest call, of even lengths."""
+    dims = dims_of(spec, operands[0].ndim)
+
+    def even(spec: Spec, *operands: Array) -> list[Array]:
+        _require(capability, spec, *operands[:2], operands[3 : 3 + len(spec.extras)])
+        return _simplest(capability, spec, functools.partial(run, spec), operands, dims)
+
+    return _of_even_length(even, spec, dims, operands)
 
 
 def _of_even_length(
@@ -91,41 +106,29 @@ def _with_another(
     return pad(widths(d.length, d.keys))
 
 
-def _forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
-    q, k, _, *extras = operands
-    _require(capability, spec, q, k, extras)
-    d = numbers(q.ndim)
-
-    def run(call: _Call, q: Array, k: Array, v: Array, *_: Array) -> list[Array]:
-        if not spec.statistics:
-            out = call.attend(*call.flat(q, k, v), *call.operands)
-            return [call.only_seen(out, 0).reshape(q.shape)]
-        out, lse = _run_forward(call, call.flat(q, k, v))
-        lse = call.of_rows(lse)
-        if (some := call.rows_that_see) is not None:
-            lse = jnp.where(some, lse, jnp.inf)
-        out, lse = call.only_seen(out, 0), lse.reshape([q.shape[n] for n in d.rows])
-        return [out.reshape(q.shape), lse, jnp.zeros_like(lse)][: 1 + spec.statistics]
-
-    return _simplest(capability, spec, run, operands, spec.forward_dims(q.ndim))
+def _forward(spec: Spec, call: "_Call", q: Array, k: Array, v: Array, *_: Array) -> list[Array]:
+    if not spec.statistics:
+        out = call.attend(*call.flat(q, k, v), *call.operands)
+        return [call.only_seen(out, 0).reshape(q.shape)]
+    out, lse = _run_forward(call, call.flat(q, k, v))
+    lse = call.of_rows(lse)
+    if (some := call.rows_that_see) is not None:
+        lse = jnp.where(some, lse, jnp.inf)
+    out, lse = call.only_seen(out, 0), lse.reshape([q.shape[n] for n in numbers(q.ndim).rows])
+    return [out.reshape(q.shape), lse, jnp.zeros_like(lse)][: 1 + spec.statistics]
 
 
-def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
-    q, k, _, *extras, _, _, _, _ = operands
-    _require(capability, spec, q, k, extras)
-    dims = spec.gradients_dims(q.ndim)
-
-    def run(call: _Call, q: Array, k: Array, v: Array, *others: Array) -> list[Array]:
-        *_, out, most, log_sum, dout = others
-        *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
-        # A row adds nothing to any gradient with a gradient of 0, and weights that are finite.
-        lse = jnp.where(most == jnp.inf, 0, most + log_sum)
-        lse = call.of_kernel(lse.reshape(len(flat_out), -1, q.shape[-4]))
-        found = _run_backward(call, qkv, flat_out, lse, call.only_seen(flat_dout, 0))
-        results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
-        return results + ([call.whole_bias(found[3])] if spec.dbias else [])
-
-    return _simplest(capability, spec, run, operands, dims)
+def _gradients(
+    spec: Spec, call: "_Call", q: Array, k: Array, v: Array, *others: Array
+) -> list[Array]:
+    *_, out, most, log_sum, dout = others
+    *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
+    # A row adds nothing to any gradient with a gradient of 0, and weights that are finite.
+    lse = jnp.where(most == jnp.inf, 0, most + log_sum)
+    lse = call.of_kernel(lse.reshape(len(flat_out), -1, q.shape[-4]))
+    found = _run_backward(call, qkv, flat_out, lse, call.only_seen(flat_dout, 0))
+    results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
+    return results + ([call.whole_bias(found[3])] if spec.dbias else [])
 
 
 # ---------------------------------------------------------------- supported arguments

@@ -825,8 +825,16 @@ BAD = {  # (error, what it says), and what is wrong
     "softcap": (ValueError, "softcap must be positive", {"softcap": -1.0}),
     "scale": (TypeError, "scale must be a Python number", {"scale": "1"}),
     "dtype": (TypeError, "dtype must be one of", {"dtype": int}),
-    "implementation": (ValueError, "must name 'cudnn' or 'xla'", {"implementation": "flash"}),
-    "native": (NotImplementedError, "no 'native' impl", {"implementation": "native"}),
+    "implementation": (
+        ValueError,
+        "must name one of 'cudnn', 'xla', got",
+        {"implementation": "flash"},
+    ),
+    "native": (
+        NotImplementedError,
+        "one of 'cudnn', 'xla', got 'nat",
+        {"implementation": "native"},
+    ),
 }
 
 
