@@ -300,9 +300,11 @@ def _step(eqn: Any, given: Sequence[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name in JIT:
         return evaluate(eqn.params["jaxpr"], given, _step)
-    if name in REMAT and not eqn.params["differentiated"]:
-        body = lambda given: _plain(evaluate(eqn.params["jaxpr"], given, _step))
-        return jax.checkpoint(body, **_options_of_remat(eqn))(given)
+    if name in REMAT and not (params := eqn.params)["differentiated"]:
+        body = lambda given: _plain(evaluate(params["jaxpr"], given, _step))
+        apart = params["prevent_cse"]  # for each operand, or all
+        apart = any(apart) if isinstance(apart, tuple) else apart
+        return jax.checkpoint(body, prevent_cse=apart, policy=params["policy"])(given)
     if name == "scan":
         return _scan(eqn, given)
     if isinstance(given[0], _Kernel):
@@ -316,12 +318,6 @@ def _step(eqn: Any, given: Sequence[Any]) -> list[Any]:
             (value,) = results_of(eqn, [kernel.value])
             return [_Kernel(value, kernel.zeros)]
     return results_of(eqn, _plain(given))
-
-
-def _options_of_remat(eqn: Any) -> dict[str, Any]:
-    apart = eqn.params["prevent_cse"]  # for each operand, or all
-    apart = any(apart) if isinstance(apart, tuple) else apart
-    return {"prevent_cse": apart, "policy": eqn.params["policy"]}
 
 
 def _scan(eqn: Any, given: Sequence[Any]) -> list[Array]:

@@ -17,7 +17,6 @@ def info() -> str:
     """Returns versions, devices, the CUDA compiler, the kernel cache and the implementations."""
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *cached()]
     lines += ["", "implementations per op, default first:", *_implementations(_platforms_here())]
-    lines += ["", *_of_this_gpu()]
     if seen := implementation.fallbacks():
         lines += ["", "served by plain HLO in this process:"]
     return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
@@ -63,24 +62,6 @@ def _platforms_here() -> Sequence[str]:
     device = jax.local_devices()[0]
     gpu = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     return list(dict.fromkeys(["cpu", gpu if device.platform == "gpu" else device.platform]))
-
-
-def _of_this_gpu() -> list[str]:
-    """Returns what serves FP8 products and attention on this machine."""
-    import jax
-
-    from .dense.fp8 import CAPABILITY
-    from .quantization.quantize import MULTIPLE
-
-    capability = next(filter(None, map(compute_capability, jax.local_devices())), 0)
-    fp8 = "cuBLASLt's" if capability >= CAPABILITY else "XLA's of widened codes: no such GPU here"
-    cudnn = (
-        "cuDNN, where it has the options" if capability >= 80 else "blocks by XLA: no cuDNN here"
-    )
-    return [
-        f'products with quantization="fp8": {fp8}, of dimensions that are multiples of {MULTIPLE}',
-        f"attention: {cudnn}",
-    ]
 
 
 def cached() -> list[str]:

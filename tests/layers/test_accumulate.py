@@ -82,22 +82,6 @@ def test_sums_are_those_of_float32_gradients(rng):
     assert relative(plain, want) > 1e-4  # the ordinary gradient loses so much
 
 
-def test_products_write_float32_for_bfloat16_kernels(rng):
-    """Every kernel's gradient is a GEMM's own output, with no conversion between."""
-    params = parameters(rng)
-    x = jnp.ones((COUNT, 8, DIM), bf16)
-
-    def mlp(params, x):
-        gate = dense(rms_norm(x, params["scale"]), params["gate"][0])
-        return jnp.sum(gated_product(gate, None, params["down"][0]).astype(f32) ** 2)
-
-    count = lambda jaxpr: str(jaxpr).count("preferred_element_type=float32")
-    run = jax.make_jaxpr(lambda p: accumulate_gradients(mlp, p, x)[1])(params)
-    plain = jax.make_jaxpr(lambda p: jax.grad(mlp)(p, x[0]))(params)
-    assert count(run) == 2 * 2 + count(plain)  # in the first microbatch, and in the loop
-    assert count(plain) == 0
-
-
 def test_replicas_reduce_once(rng, eight_devices):
     del eight_devices
     params, tokens = parameters(rng, f32), draw_tokens(rng)

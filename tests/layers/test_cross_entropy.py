@@ -339,15 +339,6 @@ def test_weights_that_add_up_to_nothing(rng):
     assert not np.isfinite(value) and not np.isfinite(gradients[0]).any()
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "bfloat16"])
-def test_weights_of_any_real_dtype(rng, dtype):
-    x, kernel, labels = draw(rng, ignored=0)
-    weights = np.asarray(rng.integers(0, 2, SHAPE))
-    found = ours(x, kernel, labels, weights=jnp.asarray(weights, dtype))
-    assert found == ours(x, kernel, jnp.where(weights == 1, labels, IGNORE))
-    assert found == ours(x, kernel, labels, weights=weights)
-
-
 # ---------------------------------------------------------------- transformations
 
 

@@ -50,6 +50,25 @@ def close(found, expected, atol=1e-5):
         np.testing.assert_allclose(np.asarray(f), e, 2e-5, atol * np.abs(e).max())
 
 
+def on_mesh(name, kind, fn, arrays, specs, count):
+    """The compiled `fn` of arrays with these specs, and its checked results.
+
+    The first `count` arrays have gradients, with their shardings.
+    """
+    shape, names, *_ = MESHES[name]
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    auto = {"out_shardings": (None, tuple(places[:count]))} if kind == AxisType.Auto else {}
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(*pair) for pair in zip(arrays, places, strict=True)]
+        compiled = jax.jit(fn, **auto).lower(*placed).compile()
+        found = compiled(*placed)
+    close(found, jax.jit(fn)(*arrays))
+    for gradient, place in zip(found[1], places):
+        assert gradient.sharding.is_equivalent_to(place, gradient.ndim)
+    return compiled
+
+
 @pytest.mark.parametrize(
     "name, kind, reduction",
     [
@@ -64,24 +83,13 @@ def close(found, expected, atol=1e-5):
     ids=str,
 )
 def test_values_and_collectives(eight_devices, rng, name, kind, reduction):
-    shape, names, rows, stored = MESHES[name]
+    _, names, rows, stored = MESHES[name]
     contract = len(name) % 2
     stored = P(*reversed((*stored, None, None)[:2])) if contract else stored
-    x, kernel, labels = draw(rng, contract)
     # A loop's collectives stand in a program once: there is none where there are some in it.
     chunk = {"chunk_rows": None} if "tensor" in names and reduction == "mean" else {}
     fn = loss_and_gradients(reduction, contract, **chunk)
-    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-    places = [NamedSharding(mesh, spec) for spec in (rows, stored, rows)]
-    with jax.set_mesh(mesh):
-        arrays = [jax.device_put(*pair) for pair in zip((x, kernel, labels), places)]
-        auto = {"out_shardings": (None, tuple(places[:2]))} if kind == AxisType.Auto else {}
-        compiled = jax.jit(fn, **auto).lower(*arrays).compile()
-        found = compiled(*arrays)
-    close(found, jax.jit(fn)(x, kernel, labels))
-    for gradient, place in zip(found[1], places):
-        assert gradient.sharding.is_equivalent_to(place, gradient.ndim)
-
+    compiled = on_mesh(name, kind, fn, draw(rng, contract), (rows, stored, rows), 2)
     parts = 2 if "tensor" in names else 1
     count = BATCH * SEQ * parts // 8
     # The loss, and of the mean its count; the kernel's gradient once; and with the vocabulary in
@@ -104,7 +112,7 @@ def test_values_and_collectives(eight_devices, rng, name, kind, reduction):
 @pytest.mark.parametrize("name, kind", half(MESHES, KINDS), ids=str)
 def test_weights_and_a_bias_move_nothing_but_sums(eight_devices, rng, name, kind):
     """Sums of weights, and the bias's gradient, split as words; a device has its rows' losses."""
-    shape, names, rows, stored = MESHES[name]
+    _, names, rows, stored = MESHES[name]
     x, kernel, labels = draw(rng)
     weights = jnp.asarray(rng.uniform(0.5, 2, labels.shape), jnp.float32).at[2].set(0)
     bias = jnp.asarray(rng.standard_normal(VOCABULARY), jnp.float32)
@@ -113,15 +121,8 @@ def test_weights_and_a_bias_move_nothing_but_sums(eight_devices, rng, name, kind
         x, k, labels, bias=b, weights=w, **options
     )
     fn, arrays = jax.value_and_grad(loss, (0, 1, 2, 3)), (x, kernel, bias, weights, labels)
-    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
     words = P("tensor") if "tensor" in names else P()
-    places = [NamedSharding(mesh, spec) for spec in (rows, stored, words, rows, rows)]
-    with jax.set_mesh(mesh):
-        placed = [jax.device_put(*pair) for pair in zip(arrays, places)]
-        auto = {"out_shardings": (None, tuple(places[:4]))} if kind == AxisType.Auto else {}
-        compiled = jax.jit(fn, **auto).lower(*placed).compile()
-        found = compiled(*placed)
-    close(found, jax.jit(fn)(*arrays))
+    compiled = on_mesh(name, kind, fn, arrays, (rows, stored, words, rows, rows), 4)
     parts = 2 if "tensor" in names else 1
     count = BATCH * SEQ * parts // 8
     reduced = 1 + 2 + (N + 1) * VOCABULARY // parts + (3 * count + count * N) * (parts > 1)

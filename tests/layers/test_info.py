@@ -55,16 +55,6 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
     assert "  cuda  norms" not in here and "rocm" not in here and "tpu" not in here
 
 
-@pytest.mark.parametrize(
-    "capability, fp8, served",
-    [(None, "XLA's", "blocks by XLA"), (80, "XLA's", "cuDNN"), (90, "cuBLASLt's", "cuDNN")],
-)
-def test_info_says_what_this_gpu_has(capability, fp8, served, monkeypatch):
-    monkeypatch.setattr(report, "compute_capability", lambda device: capability)
-    text = "\n".join(report._of_this_gpu())
-    assert f'"fp8": {fp8}' in text and "multiples of 16" in text and f"attention: {served}" in text
-
-
 def test_info_says_which_products_of_this_process_are_not_fp8(monkeypatch):
     monkeypatch.setattr(implementation, "_plain", {})
     x, kernel = jnp.ones((16, 16)), jnp.ones((16, 20))
