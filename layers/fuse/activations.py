@@ -100,8 +100,10 @@ class Activations:
 
     def read(self, made: Equation) -> None:
         """Finds the polynomial of an equation's result."""
+        if len(made.outs) != 1:
+            return
         out = self.program.avals[made.outs[0]]
-        if len(made.outs) != 1 or not jnp.issubdtype(out.dtype, jnp.floating) or not out.shape:
+        if not jnp.issubdtype(out.dtype, jnp.floating) or not out.shape:
             return
         found = self._read(made)
         if found is not None and self.program.avals[found.of].shape == out.shape:

@@ -95,8 +95,10 @@ class Norms:
 
     def read(self, made: Equation) -> None:
         """Finds the Part of an equation's result."""
+        if len(made.outs) != 1:
+            return
         out = self.program.avals[made.outs[0]]
-        if len(made.outs) != 1 or not jnp.issubdtype(out.dtype, jnp.floating):
+        if not jnp.issubdtype(out.dtype, jnp.floating):
             return
         found = RULES[made.name](self, made, *map(self.part, made.ins))
         if found is not None and shape_of(found.dims) == out.shape:

@@ -458,7 +458,8 @@ class Program:
 
     def line(self, v: int) -> str:
         """Returns the named scopes and the user's line of what makes a value."""
-        made = self.maker[v]
+        if (made := self.maker.get(v)) is None:
+            return "its arguments"
         scopes = str(made.scope) if made.scope is not None else ""
         return f"{scopes} {line_of(made.eqn)}".strip()
 
