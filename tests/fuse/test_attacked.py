@@ -86,6 +86,20 @@ def weak_types(x):
     return jnp.asarray(2.0) * 3, rms(x), jnp.asarray(1) + 1
 
 
+@jax.custom_jvp
+def nothing(x):
+    return ()
+
+
+nothing.defjvp(lambda primals, tangents: ((), ()))
+
+
+@case(norm=1)
+def a_call_without_results(x):
+    nothing(x)
+    return rms(x)
+
+
 @case(args=(Q[:0], Q))
 def no_rows(x, y):
     return rms(x), attend(jnp.zeros((0, T, T))), x.sum(), y
@@ -106,6 +120,7 @@ def test_functions(name):
     want, got = function(*args), fused(*args)
     same(got, want)
     found = fused.served()
+    assert "program" not in {row.domain for row in fused.rows}, str(fused)  # all could be read
     for domain, count in served.items():
         assert found.get(domain, 0) == 0 if count == 0 else found[domain] >= count, str(fused)
 
