@@ -140,11 +140,6 @@ def closed_over_as_arrays(of, fuse):
     return of.jit(of.grad(fuse(lambda parts: of.loss(parts, {"x": x, "y": y}))))(of.parts)
 
 
-@idiom
-def partial(of, fuse):
-    return of.jit(of.grad(fuse(functools.partial(of.loss, batch=BATCH))))(of.parts)
-
-
 MICROBATCHES = jax.tree.map(lambda a: a.reshape(2, B // 2, *a.shape[1:]), BATCH)
 
 
@@ -155,6 +150,11 @@ def microbatches_within(of, fuse):
         return lax.scan(add, jnp.zeros(()), MICROBATCHES)[0]
 
     return of.jit(of.grad(fuse(loss_fn)))(of.parts)
+
+
+@idiom
+def partial(of, fuse):
+    return of.jit(of.grad(fuse(functools.partial(of.loss, batch=BATCH))))(of.parts)
 
 
 @idiom
