@@ -101,8 +101,6 @@ def whole_step(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Cal
         schedule(*settings),
         mesh,
         microbatches=1,
-        skip_limit=0,
-        spike=config.spike,
     )
     with jax.set_mesh(mesh):
         lowered = program.lower(*size)

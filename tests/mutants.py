@@ -917,9 +917,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/step.py",
-        "taken = state.step - state.skipped",
-        "taken = state.step",
-        "tests/train/test_step.py::test_bad_step_is_left_out_when_allowed",
+        "& ~state.halted",
+        "",
+        "tests/train/test_step.py::test_bad_step_halts_before_the_update",
     ),
     Mutant(
         "train/step.py",

@@ -9,7 +9,7 @@ import numpy as np
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.step import State
 
-RECORD = {"format": 2, "config": {"steps": 9}, "text": {"sha256": "f00d"}}
+RECORD = {"format": 3, "config": {"steps": 9}, "text": {"sha256": "f00d"}}
 
 
 def make_state(step: int) -> State:
@@ -20,7 +20,7 @@ def make_state(step: int) -> State:
         "kernel": jax.random.normal(keys[0], (64, 32)),
         "scale": jnp.full(7, step, "bfloat16"),
     }
-    return State(jnp.int32(step), params, moments, jnp.int32(0), jnp.float32(2.5))
+    return State(jnp.int32(step), params, moments, jnp.array(False))
 
 
 def abstract() -> State:

@@ -28,7 +28,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**32 - 1),
     "model.num_layers": (1, 10_000),  # each is traced on its own, for some milliseconds
     **dict.fromkeys("optim.lr optim.eps".split(), (_LEAST, _LARGEST)),
-    **dict.fromkeys("optim.weight_decay optim.clip spike".split(), (0, _LARGEST)),
+    **dict.fromkeys("optim.weight_decay optim.clip".split(), (0, _LARGEST)),
     "optim.final_lr": (0, 1),
     "optim.b1": (0, _BELOW_ONE),
     "optim.b2": (0, _BELOW_ONE),
@@ -50,13 +50,11 @@ def check(config: TrainConfig) -> None:
     rule = f"must be from 0 to --steps {config.steps}: warm up for less, or train for longer."
     warmup = config.optim.warmup or 0
     require(0 <= warmup <= config.steps, "optim.warmup", warmup, rule)
-    require(not 0 < config.spike <= 1, "spike", config.spike, "must be above 1, or 0 for no limit.")
     batch, unit = config.batch_size, config.microbatches
     rule = f"cannot be split into --microbatches {unit}: take {near(batch, unit)}."
     require(batch % unit == 0, "batch-size", batch, rule)
     _check_mesh_sizes(config)
     _check_distributed(config.distributed)
-    guard_limit(config.guard)
     try:
         config.transformer()
     except ValueError as error:
@@ -81,14 +79,6 @@ def with_flags(message: str) -> str:
     names = "|".join(f.name for f in fields(ModelConfig))
     flag = lambda match: f"--model.{match[1].replace('_', '-')}="
     return re.sub(rf"\b({names})=(?=\S)", flag, message)
-
-
-def guard_limit(guard: str) -> int:
-    """Returns how many updates may be skipped: 0 for `stop`, N for `skip:N`."""
-    match = re.fullmatch(r"stop|skip:([1-9][0-9]{0,8})", guard)
-    rule = "must be `stop` or `skip:N` with N of at least 1 and below 10**9."
-    require(match is not None, "guard", guard, rule)
-    return 0 if guard == "stop" else int(guard.removeprefix("skip:"))
 
 
 def near(value: int, unit: int) -> str:

@@ -163,11 +163,6 @@ class TrainConfig:
     """Implementation of every op of normfuse in the model: norms, linear layers, gated MLPs. auto:
     the best available here (see `normfuse info`). A name alone must serve every op, or the run
     does not start."""
-    guard: Annotated[str, tyro.conf.arg(metavar="stop|skip:N")] = "stop"
-    """When a loss or gradient is not finite, or the loss spikes: stop before the update, or skip up
-    to N updates."""
-    spike: float = 3.0
-    """A loss more than this many times the mean of the last steps' is a spike; 0 disables."""
     profile: bool = False
     """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
     data: DataConfig = DataConfig()
@@ -232,6 +227,7 @@ def preset_config(preset: Preset) -> TrainConfig:
 _GONE = {
     "tensorboard": "read OUT_DIR/metrics.jsonl",
     "lock-timeout": "a run whose --out-dir is in use fails at once",
+    **dict.fromkeys(("guard", "spike"), "a run stops before an update that is not finite"),
     "data.documents": "put the documents into one text, each with an end of its own after it",
     "watchdog": "end a run that hangs by `timeout`",
     "mesh.keep-gathered": "--model.remat none gathers kernels once",

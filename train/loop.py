@@ -1,6 +1,5 @@
 """The training loop: steps run on the devices while the host logs the one before."""
 
-import math
 import statistics
 import time
 from collections import deque
@@ -20,12 +19,12 @@ from .step import Metrics, State
 
 
 class BadStep(RunError):
-    """The loss or gradient of `step` was not finite, or the loss a spike; no update was made."""
+    """The loss or gradient of `step` was not finite; no update was made."""
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(message)
         self.step = step
-        # The state before it, except for its count of skipped updates; set by the loop.
+        # The state before it, but halted; set by the loop.
         self.state: State | None = None
 
 
@@ -43,8 +42,6 @@ class Loop:
     stopping: Callable[[], bool]  # returns True on all processes or on none
     # Called before each step, with its number and a function that waits for those before.
     on_step: Callable[[int, Callable[[], None]], None] = lambda step, settle: None
-    skip_limit: int = 0  # the most updates that may be skipped
-    skipped: int = 0  # updates so far
     tokens_per_byte: float = 1.0  # average over the text
     _finished: float = field(default_factory=time.perf_counter)
     # Those of the last steps, whose median is shown: a mean would show every wait ten times.
@@ -83,7 +80,7 @@ class Loop:
                     self.save(state, step)
             drain()
         except BadStep as bad:
-            bad.state = state  # past the limit, steps do not change it
+            bad.state = state  # steps after the bad one do not change it
             raise
         if done > 0:
             self.save(state, done)
@@ -96,14 +93,15 @@ class Loop:
             self.display.note(f"step {step}: validation {validation}")
 
     def log(self, step: int, metrics: Metrics, started: float) -> None:
-        """Waits for a step's metrics and logs them; BadStep if too many updates were skipped."""
-        loss, grad_norm, rate, skipped, usual = (np.asarray(x).item() for x in metrics)
+        """Waits for a step's metrics and logs them; BadStep if it was not finite."""
+        loss, grad_norm, rate, halted = (np.asarray(x).item() for x in metrics)
         now = time.perf_counter()
         seconds = now - max(started, self._finished)
         self._finished = now
-        is_skipped, self.skipped = skipped > self.skipped, skipped
-        if is_skipped:
-            self._note_skip(step, loss, grad_norm, usual)
+        if halted:
+            self.write({"event": "not finite", "step": step, "loss": loss, "time": time.time()})
+            text = f"step {step}: not finite: loss {loss:.4f}, gradient norm {grad_norm:g}"
+            raise BadStep(step, text)
         tokens = self.config.tokens_per_step
         entry = {
             "step": step,
@@ -115,7 +113,7 @@ class Loop:
             "lr": rate,
             "time": time.time(),
         }
-        self.write(entry | ({"skipped": True} if is_skipped else {}))
+        self.write(entry)
         self._seconds.append(seconds)
         usual_seconds = statistics.median_low(self._seconds)
         figures = [
@@ -125,15 +123,3 @@ class Loop:
             f"ETA {duration(usual_seconds * (self.config.steps - step))}",
         ]
         self.display.step(step, figures)
-
-    def _note_skip(self, step: int, loss: float, grad_norm: float, usual: float) -> None:
-        spike = math.isfinite(loss) and math.isfinite(grad_norm)
-        event = "spike" if spike else "not finite"
-        text = f"step {step}: {event}: loss {loss:.4f}, gradient norm {grad_norm:g}"
-        if usual:
-            text += f", while the recent mean loss is {usual:.4f}"
-        if self.skipped > self.skip_limit:
-            self.write({"event": event, "step": step, "loss": loss, "time": time.time()})
-            raise BadStep(step, text)
-        left = self.skip_limit - self.skipped
-        self.display.note(f"{text}; update skipped, {left} more allowed")

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -230,14 +229,12 @@ class Run:
             self.display,
             distributed.SharedFlag(self.mesh, lambda: bool(self.stop)),
             on_step,
-            self.program.skip_limit,
-            int(state.skipped),
             self.text.tokens_per_byte,
         )
         try:
             return loop.run(state, done)
         except BadStep as bad:
-            raise self._stopped_by_guard(bad) from None
+            raise self._stopped_at(bad) from None
         finally:
             tracing.close()
 
@@ -251,21 +248,20 @@ class Run:
         self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
-    def _stopped_by_guard(self, bad: BadStep) -> RunError:
+    def _stopped_at(self, bad: BadStep) -> RunError:
         """Saves the state before a bad step, and its batch; returns the error to raise."""
         path, good = self.out.bad_batch(bad.step), bad.step - 1
         if self.first:
             np.save(path, next(self.batches(first=good, steps=bad.step)))
         if good and bad.state is not None:
-            limit = jnp.minimum(bad.state.skipped, self.program.skip_limit)
-            self._save(bad.state._replace(skipped=limit), good)
+            self._save(bad.state._replace(halted=bad.state.halted & False), good)
         self.checkpoints.close()
         distributed.agree(good)  # all have saved: from here the first that fails may end the others
         saved = self.checkpoints.steps()
         last = self.out.checkpoints / str(saved[-1]) if saved else "none yet"
         return RunError(
             f"{bad}. The update was not made. The batch is in {path}, the last good checkpoint "
-            f"is {last}. Lower --optim.lr, or skip such updates with --guard skip:N."
+            f"is {last}. Lower --optim.lr."
         )
 
     def _finish(self, state: State) -> bool:

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from ..layers.accumulate import accumulate_gradients
 from ..models.config import TransformerConfig
 from ..models.functional import Functional, Params, build
-from .checks import guard_limit
 from .config import OptimConfig, TrainConfig
 from .mesh import batch_sharding, make_sharding
 
@@ -22,7 +21,6 @@ from .mesh import batch_sharding, make_sharding
 # versions before JAX 0.12's take products away before they look for sums, which costs a pass over
 # the gradient of q, k and v with respect to x, and over that of gate and up.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-_USUAL_STEPS = 20  # the mean loss that spikes are compared with covers about so many
 
 
 class State(NamedTuple):
@@ -31,8 +29,7 @@ class State(NamedTuple):
     step: Array  # optimizer steps taken, int32
     params: Params
     optimizer: Any  # optax's state
-    skipped: Array  # updates skipped because the step was bad, int32
-    usual_loss: Array  # mean loss of the last good steps, float32
+    halted: Array  # bool: a loss or gradient was not finite
 
 
 class Metrics(NamedTuple):
@@ -41,8 +38,7 @@ class Metrics(NamedTuple):
     loss: Array  # mean cross-entropy in nats per token, float32
     grad_norm: Array  # global norm of the gradient before clipping, float32
     learning_rate: Array  # this update's learning rate, float32
-    skipped: Array  # `State.skipped` after the step
-    usual_loss: Array  # `State.usual_loss` before the step
+    halted: Array  # `State.halted` after the step
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,6 @@ class Program:
     learning_rate: optax.Schedule
     mesh: Mesh
     microbatches: int  # parts of a batch
-    skip_limit: int  # updates that may be skipped before the run is halted
-    spike: float = 0.0  # a loss above so many times the usual is bad; 0: only one not finite
 
     def abstract(self) -> State:
         """Returns the state's shapes, dtypes and shardings, without allocating it."""
@@ -87,8 +81,8 @@ class Program:
 
     def _init(self, key: Array) -> State:
         params = self.model.init(key)
-        zero = jnp.zeros((), jnp.int32)
-        return State(zero, params, self.optimizer.init(params), zero, jnp.zeros((), jnp.float32))
+        step, halted = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+        return State(step, params, self.optimizer.init(params), halted)
 
     def _step(self, state: State, tokens: Array) -> tuple[State, Metrics]:
         loss, gradient = loss_and_gradient(
@@ -103,29 +97,18 @@ class Program:
         gradient = jax.lax.with_sharding_constraint(gradient, places)
         gradient = laid_out_as(places, gradient, self.mesh)
         grad_norm = optax.tree.norm(gradient)
-        taken = state.step - state.skipped
-        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        if self.spike:
-            judged = taken >= _USUAL_STEPS  # the first losses fall too fast to be judged
-            good &= ~judged | (loss <= self.spike * state.usual_loss)
-        skipped = state.skipped + jnp.where(good, 0, 1)
-        # Past the limit nothing changes any more: the state stays that before the bad step until
-        # the host notices, which reads a step's metrics only after it has started the next.
-        running = skipped <= self.skip_limit
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & ~state.halted
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
-        mean = state.usual_loss
-        share = 1 / jnp.minimum(taken + 1, _USUAL_STEPS).astype(jnp.float32)
-        usual = mean + (loss.astype(jnp.float32) - mean) * share
-        accept = good & running
+        # After a bad step nothing changes any more: the state stays that before it until the host
+        # notices, which reads a step's metrics only after it has started the next.
         keep = lambda accept: lambda new, old: jnp.where(accept, new, old)
         params = optax.apply_updates(state.params, updates)
-        params = jax.tree.map(keep(accept), params, state.params)
-        after, params = _after(params, accept, self.mesh)
-        optimizer, usual = jax.tree.map(keep(after), (optimizer, usual), (state.optimizer, mean))
-        step = state.step + jnp.where(running, 1, 0)
-        rate = jnp.asarray(self.learning_rate(taken), jnp.float32)
-        metrics = Metrics(loss, grad_norm, rate, skipped, mean)
-        return State(step, params, optimizer, skipped, usual), metrics
+        params = jax.tree.map(keep(good), params, state.params)
+        after, params = _after(params, good, self.mesh)
+        optimizer = jax.tree.map(keep(after), optimizer, state.optimizer)
+        rate = jnp.asarray(self.learning_rate(state.step), jnp.float32)
+        step = state.step + jnp.where(good, 1, 0)
+        return State(step, params, optimizer, ~good), Metrics(loss, grad_norm, rate, ~good)
 
 
 def make_program(config: TrainConfig, transformer: TransformerConfig, mesh: Mesh) -> Program:
@@ -137,8 +120,6 @@ def make_program(config: TrainConfig, transformer: TransformerConfig, mesh: Mesh
         schedule(config.optim, config.steps),
         mesh,
         config.microbatches,
-        guard_limit(config.guard),
-        config.spike,
     )
 
 

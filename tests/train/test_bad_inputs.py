@@ -22,8 +22,6 @@ _USAGE = [
     ({"optim.b2": 0.99999999999}, ["--optim.b2 0.99999999999", "from 0 to 1"]),
     ({"optim.mu-dtype": "float16"}, ["--optim.mu-dtype", "float16", "bfloat16"]),
     ({"optim.warmup": 7}, ["--optim.warmup 7", "--steps 6"]),
-    ({"spike": 0.5}, ["--spike 0.5", "above 1"]),
-    ({"guard": "skip:0"}, ["--guard 'skip:0'", "skip:N"]),
     ({"model.num-layers": 10_001}, ["--model.num-layers 10001", "to 10000"]),
     ({"out_dir": "~no-such-user/x"}, ["--out-dir ~no-such-user/x", "not a home folder"]),
     ({"mesh.data": 0}, ["--mesh.data 0", "-1"]),

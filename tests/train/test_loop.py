@@ -32,7 +32,7 @@ def test_host_waits_for_a_step_only_after_it_has_started_the_next():
 
     def step(state, batch):
         happened.append(("started", batch))
-        return state, Metrics(*[_Metric(batch, happened)] * 5)
+        return state, Metrics(*[_Metric(batch, happened)] * 4)
 
     config = preset_config("tiny")
     config = type(config)(**{**vars(config), "steps": 6})
@@ -62,7 +62,7 @@ def test_the_times_of_steps_do_not_overlap():
     loop = Loop(preset_config("tiny"), *unused, lines.append, display, stopping=lambda: False)
     time.sleep(0.05)
     for step in (1, 2):
-        loop.log(step, Metrics(*[np.float32(0)] * 5), began)
+        loop.log(step, Metrics(*[np.float32(0)] * 4), began)
     assert sum(line["step_time_s"] for line in lines) <= time.perf_counter() - began
 
 
@@ -78,7 +78,7 @@ def _program(mesh) -> Program:
     config = dataclasses.replace(CONFIG, vocab_size=96, mlp_dim=40, tie_embeddings=False)
     optim = OptimConfig(lr=1e-2)
     model = build("nnx", config)
-    return Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0, 3.0)
+    return Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)

@@ -40,7 +40,7 @@ def _program(
     sharding = make_sharding(MeshConfig(sequence=sequence), mesh, BATCH // microbatches)
     model = build(framework, config, sharding)
     optimizer, rate = make_optimizer(OPTIM, STEPS), schedule(OPTIM, STEPS)
-    return Program(model, optimizer, rate, mesh, microbatches, skip_limit=0)
+    return Program(model, optimizer, rate, mesh, microbatches)
 
 
 @functools.cache
