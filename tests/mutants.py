@@ -95,21 +95,9 @@ MUTANTS = [
         "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
     ),
     Mutant(
-        "native/kernels/softmax.cu",
-        "sum += other_sum * exponential(other_most - most, 0);",
-        "sum += other_sum;",
-        "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
-    ),
-    Mutant(
         "native/kernels/softmax.cuh",
         "out.at[k] -= k == at ? b : Compute(0);",
         "out.at[k] -= k == at ? a : Compute(0);",
-        "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
-    ),
-    Mutant(
-        "native/kernels/quantize_softmax.cu",
-        "const Row row = own[step + i];",
-        "const Row row = own[i];",
         "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
     ),
     Mutant(
@@ -334,13 +322,6 @@ MUTANTS = [
     ),
     Mutant(
         "layers/cross_entropy/op.py",
-        "done.append(split.psum(each, range(spec.groups, x.ndim - 1)))",
-        "done.append(each)",
-        "tests/layers/test_cross_entropy_sharding.py"
-        "::test_values_and_collectives[data-AxisType.Auto-mean]",
-    ),
-    Mutant(
-        "layers/cross_entropy/op.py",
         "x = jnp.where(_unused(*factors), 0, x)",
         "x = jnp.where(_unused(*factors) & ~jnp.isfinite(x), 0, x)",
         "tests/layers/test_fp8_cross_entropy.py"
@@ -441,12 +422,6 @@ MUTANTS = [
         "g if m is None else m for g, m in zip(own, mains)",
         "tests/layers/test_accumulate.py::test_losses_may_differentiate_their_layers[dense-cond]",
     ),
-    Mutant(
-        "layers/accumulate.py",
-        "lax.scan(add, (sums, held), jnp.arange(1, count))",
-        "lax.scan(add, (sums, held), jnp.arange(count - 1))",
-        "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
-    ),
     # ---------------------------------------------------------------- layers: fuse
     Mutant(  # a comparison of what was rounded
         "layers/fuse/constants.py",
@@ -531,12 +506,6 @@ MUTANTS = [
         "if x.x != stat.x or stat.p >= 0 or x.centred != stat.centred:",
         "if x.x != stat.x or stat.p >= 0:",
         "tests/fuse/test_lookalikes.py::test_lookalike[norm: not centred, of the variance]",
-    ),
-    Mutant(
-        "layers/fuse/norms.py",
-        "if stat.p != -0.5:",
-        "if stat.p > -0.5:",
-        "tests/fuse/test_lookalikes.py::test_lookalike[norm: 1 / mean of squares]",
     ),
     Mutant(
         "layers/fuse/norms.py",
@@ -672,13 +641,6 @@ MUTANTS = [
         "[attention: a mask and a bias that is a product given]",
     ),
     Mutant(
-        "layers/fuse/rows.py",
-        "of = [f if f and f.base.dot is form.base.dot else None for f in of]",
-        "pass",
-        "tests/fuse/test_spellings.py::test_spelling"
-        "[attention: a mask and a bias that is a product given]",
-    ),
-    Mutant(
         "layers/fuse/constants.py",
         '    if name == "reduce_sum" and operands[0] is not None:',
         "    if False:",
@@ -690,12 +652,6 @@ MUTANTS = [
         "jnp.broadcast_to(table.astype(dtype), (copies, *table.shape))",
         "tests/fuse/test_lookups.py"
         "::test_a_gradient_is_exact_where_theirs_is_rounded[a cast and an index]",
-    ),
-    Mutant(  # what fills rows outside the table is no constant
-        "layers/fuse/lookups.py",
-        "fill_value=0,",
-        'fill_value=p["fill_value"],',
-        "tests/fuse/test_lookups.py::test_transformed[forward mode]",
     ),
     Mutant(  # a table that is computed
         "layers/fuse/lookups.py",
@@ -733,12 +689,6 @@ MUTANTS = [
         "if norm.heads and not norms.are_examples(norm):",
         "if False:",
         "tests/fuse/test_codes.py::test_the_report_says_why_not_and_the_results_stay[heads]",
-    ),
-    Mutant(
-        "layers/fuse/codes.py",
-        "    if not reason and any(map(is_read, statistics)):",
-        "    if False:",
-        "tests/fuse/test_codes.py::test_the_report_says_why_not_and_the_results_stay[statistics]",
     ),
     Mutant(
         "layers/fuse/losses.py",
@@ -824,12 +774,6 @@ MUTANTS = [
         "tests/models/test_attention.py::test_attention_grows_with_a_cache[{'window': 4}]",
     ),
     Mutant(
-        "models/attention.py",
-        "return keep * frequencies + (1 - keep) * frequencies / scaling.factor",
-        "return keep * frequencies + (1 - keep) * frequencies * scaling.factor",
-        "tests/models/test_attention.py::test_rope_table_matches_complex_powers",
-    ),
-    Mutant(
         "models/generate.py",
         "token = _draw(logits, key, temperature, top_p, top_k)",
         "token = _draw(logits, jax.random.key(0), temperature, top_p, top_k)",
@@ -847,18 +791,6 @@ MUTANTS = [
         'turned = name.endswith(".kernel") != transposed  # theirs are (out, in)',
         'turned = name.endswith(".kernel")',
         "tests/models/test_huggingface.py::test_logits_are_those_recorded[llama-eqx]",
-    ),
-    Mutant(  # an older index comes first
-        "models/huggingface.py",
-        "if single.exists():",
-        "if single.exists() and not index.exists():",
-        "tests/models/test_huggingface.py::test_a_single_file_is_read_rather_than_an_older_index",
-    ),
-    Mutant(
-        "models/generate.py",
-        "jnp.arange(logits.shape[-1]) < (",
-        "jnp.arange(logits.shape[-1]) <= (",
-        "tests/models/test_generate.py::test_of_equally_likely_tokens_the_first_is_taken[1.0-1.0-1]",
     ),
     Mutant(
         "models/sharding.py",
@@ -923,21 +855,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/step.py",
-        "optax.linear_schedule(config.lr / (warmup + 1), config.lr, warmup)",
-        "optax.linear_schedule(0.0, config.lr, warmup)",
-        "tests/train/test_step.py::test_learning_rate_rises_linearly_then_falls_by_a_cosine",
-    ),
-    Mutant(
-        "train/step.py",
         "lambda p: p.ndim > 1",
         "lambda p: p.ndim > 0",
         "tests/train/test_step.py::test_clipping_and_decay_follow_the_configuration",
-    ),
-    Mutant(
-        "train/checks.py",
-        '"seq_len", "optim.mu_dtype")',
-        '"seq_len")',
-        "tests/train/test_resume.py::test_other_run_is_not_continued",
     ),
     Mutant(
         "train/lock.py",

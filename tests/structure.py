@@ -5,6 +5,7 @@ python tests/structure.py        prints them, for the installed package
 
 import ast
 import functools
+import graphlib
 import io
 import os
 import pathlib
@@ -98,34 +99,14 @@ def imports(path: pathlib.Path) -> Iterator[pathlib.Path]:
                         yield found
 
 
-def circles() -> list[set[str]]:
-    """Groups of modules that import each other, directly or by others (Tarjan's components)."""
+def circle() -> list[str]:
+    """Returns modules that import each other in a circle, the first one last too; none if none."""
     graph = {path: set(imports(path)) - {path} for path in MODULES}
-    index: dict[pathlib.Path, int] = {}
-    low: dict[pathlib.Path, int] = {}
-    stack: list[pathlib.Path] = []
-    found = []
-
-    def visit(node):
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in graph.get(node, ()):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            at = stack.index(node)
-            group = {str(path.relative_to(ROOT)) for path in stack[at:]}
-            del stack[at:]
-            if len(group) > 1:
-                found.append(group)
-
-    for path in graph:
-        if path not in index:
-            visit(path)
-    return found
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [str(path.relative_to(ROOT)) for path in error.args[1]]
+    return []
 
 
 def _comments(path: pathlib.Path) -> list[tuple[int, int, str, str]]:
@@ -169,7 +150,7 @@ def main() -> None:
         print(f"{name}: {len(files)} files: {', '.join(files)}")
     lines = sum(len(path.read_text().splitlines()) for path in MODULES)
     print(f"{len(MODULES)} modules, {lines} lines of Python")
-    print(f"circles: {circles() or 'none'}")
+    print(f"circle: {circle() or 'none'}")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_no_folder_grows(monkeypatch):
 
 
 def test_no_import_circles():
-    assert structure.circles() == []
+    assert structure.circle() == []
 
 
 def test_docstrings_begin_with_a_subject_or_a_verb():

@@ -56,7 +56,6 @@ def test_split_features_cost_one_float_a_row_each_way(kind):
 def test_stored_split_scale_is_gathered_and_its_gradient_scattered():
     mesh = gpu_compiler.mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     program = compiled(mesh, P("a"), P("a"))
-    print(hlo.collectives(program))
     assert [c.kind for c in hlo.collectives(program)] == ["all-gather", "reduce-scatter"]
 
 

@@ -45,14 +45,12 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         yield
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def no_arch(monkeypatch):
     monkeypatch.delenv("NORMFUSE_CUDA_ARCH", raising=False)
-    jax.clear_caches()  # the architecture is no part of JAX's keys
-    yield
-    jax.clear_caches()
 
 
 def structs(dtype="bfloat16", rows=SHAPE[0]):
@@ -66,6 +64,7 @@ def forward(strict=True):
 
 
 def lowered(fn, *operands):
+    jax.clear_caches()  # the architecture is no part of JAX's keys
     return fn.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
