@@ -5,8 +5,6 @@ sum to 16 bits, and a GPU adds 16 bits slowly where an index is frequent. A `gat
 of what the program is given, or of a cast of it, keeps its equation and has the derivative
 
     dtable[r] = Σ_t [i_t = r] · dy_t    in float32.
-
-Few rows are summed in several copies of the table, or a GPU's atomics would take turns.
 """
 
 import dataclasses
@@ -23,11 +21,6 @@ from .labels import UNCHANGED
 from .program import Equation, Program
 from .sites import Left, Site
 
-FEWEST_ROWS, MANY = 64, 2**16
-"""A float32 table of no more rows is served for so many indices: a GPU scatters others fast."""
-ROWS_OF_COPIES, FEWEST_INDICES = 1024, 64
-"""Copies of a table have no more rows together, and each sums no fewer indices."""
-
 
 @dataclasses.dataclass(eq=False)
 class Rows(Site):
@@ -43,41 +36,22 @@ class Rows(Site):
         return [self.compute(*map(read, self.reads))]
 
 
-def rows_of(gather: Equation, dtype: Any, rows: int, tokens: int) -> Callable[..., Array]:
+def rows_of(gather: Equation, dtype: Any) -> Callable[..., Array]:
     """Returns `(table (rows, *features), indices) -> y`, as a gather of the table in `dtype`."""
     p = gather.params
-    numbers = p["dimension_numbers"]
-    column = numbers.start_index_map.index(0)
-    copies = max(1, min(ROWS_OF_COPIES // rows, tokens // FEWEST_INDICES))
+
+    def rows(table: Array, indices: Array, fill: Any) -> Array:
+        numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
+        return lax.gather(table, indices, numbers, sizes, mode=p["mode"], fill_value=fill)
 
     @jax.custom_jvp
     def read(table: Array, indices: Array) -> Array:
-        return lax.gather(
-            table.astype(dtype),
-            indices,
-            numbers,
-            p["slice_sizes"],
-            mode=p["mode"],
-            fill_value=p["fill_value"],
-        )
+        return rows(table.astype(dtype), indices, p["fill_value"])
 
     @read.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        y, (table, indices) = read(*primals), (tangents[0], primals[1])
-        index = indices[..., column : column + 1]
-        index = index.astype(jnp.promote_types(index.dtype, jnp.int32))
-        turns = lax.iota(index.dtype, index.size).reshape(index.shape) % copies
-        each = range(index.ndim - 1, index.ndim - 1 + table.ndim - 1)
-        dims = lax.GatherDimensionNumbers(tuple(each), (0, 1), (0, 1))
-        moving = lax.gather(
-            jnp.broadcast_to(table.astype(jnp.float32), (copies, *table.shape)),
-            jnp.concatenate([turns, index], -1),
-            dims,
-            (1, 1, *table.shape[1:]),
-            mode=p["mode"],
-            fill_value=0,
-        )
-        return y, moving.reshape(y.shape).astype(y.dtype)
+        y = read(*primals)
+        return y, rows(tangents[0].astype(jnp.float32), primals[1], 0).astype(y.dtype)
 
     return read
 
@@ -116,13 +90,11 @@ def _site(program: Program, equation: Equation) -> Rows | None:
         and 0 in n.start_index_map  # the starts of whole dimensions are clipped to 0
         and (len(n.start_index_map) == 1 or p["mode"] == GatherScatterMode.CLIP)
     )
-    floats = table.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
-    if not whole or not floats or tokens == 1 or 0 in (*table.shape, tokens) or rows == 0:
+    narrow = table.dtype in (jnp.bfloat16, jnp.float16)
+    if not whole or not narrow or tokens == 1 or 0 in (*table.shape, tokens) or rows == 0:
         return None
     if p.get("unique_indices") or (source := _table(program, equation.ins[0])) is None:
         return None
-    if table.dtype == jnp.float32 and (rows > FEWEST_ROWS or tokens < MANY):
-        return None  # its gradient is summed in float32 as it is
     if table.sharding.mesh.explicit_axes:
         raise Left("its table is on a mesh with Explicit axes")
     return Rows(
@@ -131,7 +103,7 @@ def _site(program: Program, equation: Equation) -> Rows | None:
         dead=(),
         what=f"lookup {tokens} of {' x '.join(map(str, table.shape))}, {table.dtype.name}",
         served="rows by index: its gradient is summed in float32",
-        compute=rows_of(equation, table.dtype, rows, tokens),
+        compute=rows_of(equation, table.dtype),
     )
 
 
