@@ -477,6 +477,8 @@ def where_lowered(ctx: Any, lead: Any) -> _Where:
 #     gradients(cts, kept, likes) -> gradients
 #     rows(kept) -> places or None      of a batch dimension; see `Tangent`
 #     with_batch() -> function          of rows with one more dimension, the first
+#     with_kernels(kept, tangents)      optional: the function where those that are True have one
+#                                       more dimension, the first; None for `vmap`
 #
 # `kept` is a tree of arrays, None for what is not there; so are tangents that do not move,
 # gradients of results that nobody uses and, among `likes`, the types of tangents without one.
@@ -612,11 +614,15 @@ def _vmapped(function: Callable[..., Any], spec: Tangent, *lead: int) -> Callabl
 
 def _batch_tangent(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
     places, has = spec.places(), tuple(d is not None for d in dims)
+    of_kernels = None if spec.vmaps else getattr(spec.function, "with_kernels", None)
     if places is not None and all(h == (p >= 0) for h, p in zip(has, places)):
         spec = replace(spec, function=spec.function.with_batch(), results=())
     else:
         places = [0] * len(dims)
-        spec = replace(spec, vmaps=(has, *spec.vmaps), results=())
+        if of_kernels and (function := of_kernels(*spec.read(has))):
+            spec = replace(spec, function=function, results=())
+        else:
+            spec = replace(spec, vmaps=(has, *spec.vmaps), results=())
     moved = [a if d is None else jnp.moveaxis(a, d, p) for a, d, p in zip(operands, dims, places)]
     results = op(spec, *moved, order=order)
     return results, [0] * len(results)

@@ -281,6 +281,20 @@ class _MatMul:
         value = self.value and self.value.with_batch()
         return dataclasses.replace(self, product=self.product.with_batch(), value=value)
 
+    def with_kernels(self, kept: Any, tangents: Sequence[Any]) -> "_MatMul | None":
+        """Returns the same of several kernels, or of an x for each: it stays one GEMM."""
+        (args, operand), (dx, *dkernels) = kept, tangents
+        of_x, of_kernel = (
+            {*flags} - {None} for flags in ((*(args or ()), dx), (operand, *dkernels))
+        )
+        placed = self.product.out_sharding is not None
+        if self.value is not None or placed or len(of_x) > 1 or len(of_kernel) > 1:
+            return None
+        dims = [0 if True in flags else None for flags in (of_x, of_kernel)]
+        x, kernel, out = batched((self.product.x, self.product.kernel, self.product.out), dims)
+        product = dataclasses.replace(self.product, x=x, kernel=kernel, out=out)
+        return dataclasses.replace(self, product=product)
+
 
 def input_gradient(product: Product, dy: Array, x: Any, operand: Array) -> Array:
     """Returns the gradient of x, given by its type, for the kernel as the GEMM reads it."""

@@ -15,7 +15,7 @@ from normfuse.layers.norm import cuda as rms_norm
 from normfuse.layers.norm.spec import Norm
 from normfuse.layers.quantization import gated, norm, quantize
 from normfuse.layers.quantization.norm import NormCodes
-from normfuse.layers.quantization.quantize import AmaxLayout, CastLayout, Codes
+from normfuse.layers.quantization.quantize import CastLayout, Codes
 from normfuse.native import compiler
 from normfuse.native.compiler import Source
 from normfuse.native.launch import Target, named_target
@@ -34,7 +34,8 @@ def emulated(emulator_folder, monkeypatch):
         emulator = Emulator(emulator_folder, shift)
         monkeypatch.setattr(quantize, "launch", emulator.launch)
         monkeypatch.setattr(quantize, "cast_layout", lambda *_: layout)
-        monkeypatch.setattr(quantize, "AMAX_LAYOUT", AmaxLayout(2, 2))
+        for name in ("AMAX_BLOCKS", "AMAX_UNROLL"):
+            monkeypatch.setattr(quantize, name, 2)
         return Target("sm_90", multiprocessors=3), emulator.launches
 
     return make
@@ -159,9 +160,16 @@ def activated(emulated, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("has_up", [True, False])
-@pytest.mark.parametrize("given", [BF16, np.dtype("float32")], ids=str)
-@pytest.mark.parametrize("shape", [(144, 80), (33, 50)], ids=str)
+@pytest.mark.parametrize(
+    "has_up, given, shape",
+    [
+        (True, BF16, (144, 80)),
+        (True, np.dtype("float32"), (33, 50)),
+        (False, np.dtype("float32"), (144, 80)),
+        (False, BF16, (33, 50)),
+    ],
+    ids=str,
+)
 def test_cuda_activation_is_quantized_as_it_is_made(activated, rng, has_up, given, shape):
     target, launches = activated()
     arrays = draw(rng, shape, *[given] * (1 + has_up))
@@ -408,22 +416,15 @@ def test_cuda_quantizers_compile(monkeypatch, arch):
 
     monkeypatch.setattr(quantize, "launch", launch)
     monkeypatch.setattr(gated, "launch", launch)
-    dtypes = ("bfloat16", "float32") if arch == "sm_90" else ("bfloat16",)
-    maxima = [jnp.zeros(count) for count in range(5)]
-    for dtype in dtypes:
-        x = jnp.zeros((64, 64), dtype)
-        calls = [(quantize.amax_kernel, Codes(), [x])]
-        for has_q, has_qt in (True, False), (False, True), (True, True):
-            codes = Codes(has_q=has_q, has_qt=has_qt)
-            calls += [(quantize.cast_kernel, codes, [x, maxima[1]])]
-            calls += [(quantize.quantize_kernel, codes, [x])]
-        if dtype == "bfloat16":
-            q = jnp.zeros(x.shape, jnp.uint8)
-            calls += [(gated.amax_kernel, SWIGLU, [x, x])]
-            calls += [(gated.forward_kernel, SWIGLU, [x, x, maxima[4]])]
-            calls += [(gated.gradient_kernel, SWIGLU, [x, q, q, *maxima[2:4]])]
-        for kernel, spec, operands in calls:
-            kernel.bodies["cuda"](named_target(arch), spec, *operands)
+    dtypes = ("bfloat16", "float32", "float16") if arch == "sm_90" else ("bfloat16",)
+    target, floats = named_target(arch), jnp.zeros
+    for x in [jnp.zeros((64, 64), of) for of in dtypes]:
+        for has_q, has_qt in ((True, False), (False, True), (True, True)):
+            quantize.cuda_quantize(target, Codes(has_q=has_q, has_qt=has_qt), x)
+    a, q = jnp.zeros((64, 64), BF16), jnp.zeros((64, 64), "uint8")
+    gated.cuda_amax(target, SWIGLU, a, a)
+    gated.cuda_forward(target, SWIGLU, a, a, floats(4))
+    gated.cuda_gradient(target, SWIGLU, a, q, q, floats(2), floats(3))
     assert len(logs) >= 7
     for kernel, log in logs.items():
         assert "warning" not in log, (kernel, log)
