@@ -68,7 +68,7 @@ class Kernel:
 
     def __call__(self, spec: Any, *operands: jax.Array, order: Order = BEST) -> list[jax.Array]:
         """Runs the kernel that `order` says."""
-        if order == PLAIN:
+        if order is PLAIN:  # one that a user asks for is an equation, as all are
             return list(self.definition(spec, *operands))
         return self.primitive.bind(*operands, spec=spec, order=order)
 
