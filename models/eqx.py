@@ -95,7 +95,7 @@ class _Layers:
         return Linear(in_features=n, out_features=m, use_bias=use_bias, **options)
 
     def norm(self, n: int) -> RMSNorm:
-        return RMSNorm(n, eps=self.config.norm_eps, use_bias=False, **self.options)
+        return RMSNorm((n,), eps=self.config.norm_eps, use_bias=False, **self.options)
 
     def embedding(self) -> eqx.nn.Embedding:
         c = self.config

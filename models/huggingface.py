@@ -293,7 +293,7 @@ def from_huggingface(settings: Mapping[str, Any], **overrides: Any) -> Transform
     kind = settings.get("model_type")
     if kind not in list(_FAMILIES):  # a list: kind may be anything, hashable or not
         raise ValueError(f"model_type={kind!r} must be one of {', '.join(map(repr, _FAMILIES))}.")
-    fields = _FIELDS | _FAMILIES[kind][1]
+    fields: dict[str, Any] = _FIELDS | _FAMILIES[kind][1]
     for name in _OTHERS:
         if settings.get(name) and name not in fields:
             raise ValueError(f"{name}={settings[name]!r}: this transformer has no such thing.")

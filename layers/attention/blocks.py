@@ -146,9 +146,8 @@ def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Ar
 
 def square_gradients(spec: Spec, *operands: Array) -> list[Array]:
     """`(q, k, v, *extras, dout) -> [dq, dk, dv][, dbias]`."""
-    *operands, dout = operands
-    count = 3 + spec.dbias
-    moving, fixed = operands[:count], operands[count:]
+    *given, dout = operands
+    moving, fixed = given[: 3 + spec.dbias], given[3 + spec.dbias :]
     if spec.dbias:
         moving[3] = moving[3].astype(compute_dtype(dout.dtype))  # so that its gradient is
     _, pull = jax.vjp(lambda *moving: square(spec, *moving, *fixed)[0], *moving)

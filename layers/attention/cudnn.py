@@ -52,7 +52,8 @@ def _served(
     dims = dims_of(spec, operands[0].ndim)
 
     def even(spec: Spec, *operands: Array) -> list[Array]:
-        _require(capability, spec, *operands[:2], operands[3 : 3 + len(spec.extras)])
+        q, k, _, *others = operands
+        _require(capability, spec, q, k, others[: len(spec.extras)])
         return _simplest(capability, spec, functools.partial(run, spec), operands, dims)
 
     return _of_even_length(even, spec, dims, operands)

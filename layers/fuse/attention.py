@@ -284,14 +284,15 @@ def _band(g: Program, m: Mask, queries: list, keys: Labels):
     if found is None:
         return None
     low, high = -math.inf, math.inf
-    roles = [labels if len(labels) == 1 else None for labels in (tuple(queries), keys)]
+    roles: list[Any] = [labels if len(labels) == 1 else None for labels in (tuple(queries), keys)]
     for one in found:
         slopes = [0, 0]
         for labels, c in zip(m.dims, one.coefficients):
-            if c and (own := expand(labels)) not in roles:
+            if c == 0:
+                continue
+            if expand(labels) not in roles:
                 return None
-            if c:
-                slopes[roles.index(own)] = c
+            slopes[roles.index(expand(labels))] = c
         match slopes:
             case [0, 0] if one.constant < 0:
                 return 1, 0  # nothing is seen

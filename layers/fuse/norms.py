@@ -149,15 +149,14 @@ def _same(a: Part, b: Part) -> bool:
 
 
 def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
-    pairs = (a, b, made.ins[1]), (b, a, made.ins[0])
-    for one, _, other in pairs:
+    for one, other in (a, made.ins[1]), (b, made.ins[0]):
         if one is not None and (n := g.program.number(other)) is not None:
             return _times(one, n, g.program.slack(other))
     if a is None or b is None:
         return None
     if a == b or _same(a, b):
         return _squared(a)
-    for one, two, other in pairs:
+    for one, two, other in (a, b, made.ins[1]), (b, a, made.ins[0]):
         found = _scaled(g, one, other) or _normalised(one, two) or _regrouped(g, one, two)
         if found is not None:
             return found
