@@ -12,8 +12,8 @@ PACKAGE = ("native", "layers", "models", "train")
 # Each limit is what was reached, rounded up; whoever deletes lowers it. The aims are 26,000 lines
 # of package, 29,000 of tests, 3,500 of benchmarks, 15 files of results and 700 lines of a module.
 LIMITS = {
-    "package": 28_400,
-    "tests": 31_400,
+    "package": 26_450,
+    "tests": 28_750,
     "benchmarks": 3_500,
     "files of results": 15,
     "longest module": 700,
