@@ -74,9 +74,7 @@ class Transformer:
     ) -> Array:
         """Returns the cross-entropy of the tokens that follow, as `Functional.loss` does."""
         x, _ = _hidden(self, tokens, None, segment_ids)
-        # There is no Pallas kernel for it, and none is missed.
-        names = [name for name in requested(self.config.implementation) if name != "pallas"]
-        options["implementation"] = tuple(names) or None
+        options["implementation"] = self.config.implementation
         options.setdefault("quantization", self.config.quantization)
         return linear_cross_entropy(x, _unembedding(self), targets, contract=1, **options)
 

@@ -339,9 +339,9 @@ class _Call:
         if "mask" in given:
             mask = self._whole(given["mask"], spec.dims["mask"])
         if "segments" in given:
-            pair = [spec.dims[name] for name in ("segments", "key segments")]
-            ids = [spread(a, n, self._d.scores) for a, n in zip([*given.values()][-2:], pair)]
-            dims = tuple(n for n in self._d.scores if n in (*pair[0], *pair[1]))
+            names = "segments", "key segments"
+            ids = [spread(given[name], spec.dims[name], self._d.scores) for name in names]
+            dims = tuple(n for n in self._d.scores if any(n in spec.dims[name] for name in names))
             equal = (ids[0] == ids[1]).reshape([self._sizes[n] for n in dims])
             equal = self._whole(equal, dims)
             mask = equal if mask is None else mask & equal

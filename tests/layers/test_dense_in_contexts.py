@@ -191,10 +191,6 @@ def test_forward_and_reverse_mode_agree(name, rng):
     assert abs(np.vdot(moved, dy) - reverse) < (0.02 if "fp8" in name else 1e-5) * size
 
 
-@pytest.mark.xfail(
-    jax.config.values.get("jax_remat3", False),
-    reason="JAX_REMAT3 asks policies about no part of a custom_jvp",
-)
 def test_remat_policies_see_the_product():
     args, dy, _ = case("dense")
 
