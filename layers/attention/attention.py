@@ -55,7 +55,8 @@ def attention(
     computed in blocks of queries and keys. Both keep two numbers for each row and head besides
     `out` for the backward, and compute the scores again there. Blocks that `causal`, `window`,
     `mask` or `segment_ids` hide as a whole are skipped. A mask that is causal when the program runs
-    takes cuDNN's causal kernel. Segments of 512 tokens on average take its packed kernel on Hopper
+    takes cuDNN's causal kernel, and one that hides the end of each sequence, padding, takes cuDNN's
+    lengths, which skip it. Segments of 512 tokens on average take its packed kernel on Hopper
     GPUs if equal ids are contiguous, as ids that grow are, with smaller ones for padding at the
     end. That needs up to 4 GiB of temporaries.
 

@@ -178,9 +178,9 @@ def _simplest(
 ) -> list[Array]:
     """Returns `run(call, *operands)` for the simplest call that computes the same.
 
-    A mask is an array of scores to read, and cuDNN skips nothing for it. When
-    the program runs, a kernel without a mask serves if the mask is that of `causal`, if it hides
-    nothing, or if equal segment ids are contiguous.
+    A mask is an array of scores to read, and cuDNN skips nothing for it. When the program runs, a
+    kernel without a mask serves if the mask is that of `causal`, if it hides nothing, if it leaves
+    each sequence its first keys, or rows and keys, or if equal segment ids are contiguous.
     """
     q, k, _, *others = operands
     extras = others[: len(spec.extras)]
@@ -189,20 +189,50 @@ def _simplest(
         return _packed(capability, spec, run, whole, operands, dims)
     if "mask" not in spec.dims:
         return whole(*operands)
-    d, (length, keys) = numbers(q.ndim), (q.shape[-4], k.shape[-3])
-    mask, simple = extras[-1], replace(spec, extras=spec.extras[:-1])
-    if {d.length, d.keys} <= {*spec.dims["mask"]}:
-        if spec.causal:
-            needless = jnp.all(mask | ~reached(spec, length, keys))
-        elif length == keys:
-            needless = jnp.all(mask == reached(spec, length, keys))
-            simple = replace(simple, causal=True)
-        else:
-            needless = jnp.all(mask)
-    else:
-        needless = jnp.all(mask)
-    without = lambda *operands: run(_Call(simple, q, k, extras[:-1]), *operands)
-    return lax.cond(needless, without, whole, *operands)
+    d, dims, simple = numbers(q.ndim), {*spec.dims["mask"]}, replace(spec, extras=spec.extras[:-1])
+    square = {d.length, d.keys} <= dims and q.shape[-4] == k.shape[-3]
+    seen = spread(extras[-1], spec.dims["mask"], d.scores)
+    if spec.causal and d.length in dims:
+        seen &= reached(spec, q.shape[-4], k.shape[-3])
+    flags, branches = [], []
+    for causal in sorted({spec.causal, spec.causal or square}, reverse=True):
+        kind = replace(simple, causal=causal)
+        padding = _Padding(kind, q, k, seen, dims)
+        for flag, given in (padding.is_none, None), (padding.fits, padding):
+            if flag is not None:
+                call = functools.partial(_Call, kind, q, k, extras[:-1], given)
+                flags.append(flag)
+                branches.append(lambda *operands, call=call: run(call(), *operands))
+    first = jnp.argmax(jnp.stack([*flags, jnp.ones((), bool)]))
+    return lax.switch(first, [*branches, whole], *operands)
+
+
+class _Padding:
+    """The rows and keys that a mask leaves to each sequence, if these are its first.
+
+    Attributes:
+      rows, keys: their numbers, `(batch,)`.
+      fits: the mask is that of these numbers, and of `causal`; None where it cannot be.
+      is_none: the mask is that of `causal` alone.
+    """
+
+    def __init__(self, spec: Spec, q: Array, k: Array, seen: Array, dims: set[int]):
+        d, (batch, length, keys) = numbers(q.ndim), (q.shape[:-4], q.shape[-4], k.shape[-3])
+        near = jnp.ones((1, 1), bool)
+        if spec.causal and d.length in dims:
+            near = reached(spec, length, keys)
+        self.is_none, self.fits = jnp.all(seen == near), None
+        if spec.window is not None or d.keys not in dims or {d.heads, d.group} & dims:
+            return
+        count = jnp.sum(jnp.any(seen, -2, keepdims=True), -1, keepdims=True)
+        rows = jnp.full_like(count, length)
+        inside = jnp.arange(keys) < count
+        if d.length in dims:
+            rows = jnp.sum(jnp.any(seen, -1, keepdims=True), -2, keepdims=True)
+            inside &= near & (jnp.arange(length)[:, None] < rows)
+        self.fits = jnp.all(seen == inside) & jnp.all(count > 0)
+        each = lambda n: jnp.broadcast_to(n.reshape(n.shape[: len(batch)]), batch).reshape(-1)
+        self.rows, self.keys = each(rows).astype(jnp.int32), each(count).astype(jnp.int32)
 
 
 # ---------------------------------------------------------------- segments
@@ -330,8 +360,16 @@ class _Call:
     `(batch or 1, heads or 1, length, key length)`. A mask alone has no gradient to compute.
     """
 
-    def __init__(self, spec: Spec, q: Array, k: Array, extras: Sequence[Array]):
+    def __init__(
+        self,
+        spec: Spec,
+        q: Array,
+        k: Array,
+        extras: Sequence[Array],
+        padding: _Padding | None = None,
+    ):
         self._spec, self._d, given = spec, numbers(q.ndim), spec.named(extras)
+        self._padding = padding
         self._sizes = dict(zip(self._d.q, q.shape)) | {self._d.keys: k.shape[-3]}
         self._bias = mask = None
         if "bias" in given:
@@ -402,19 +440,27 @@ class _Call:
     @functools.cached_property
     def rows_that_see(self) -> Array | None:
         """`(batch or 1, heads or 1, length)`; None where every row sees a key."""
+        length, keys = self._sizes[self._d.length], self._sizes[self._d.keys]
+        some = None
+        if self._padding is not None:
+            some = (jnp.arange(length) < self._padding.rows[:, None])[:, None]
         if not self.operands:
-            return None
+            return some
         (operand,) = self.operands
         seen = operand if operand.dtype == bool else operand > _HIDDEN[operand.dtype.name]
         if self._spec.causal:
-            near = reached(self._spec, seen.shape[-2], seen.shape[-1])
+            near = reached(self._spec, length, keys)
             seen &= jnp.expand_dims(near, range(seen.ndim - 2))
-        return jnp.any(seen, axis=-1)
+        if self._padding is None:
+            return jnp.any(seen, axis=-1)
+        seen &= (jnp.arange(keys) < self._padding.keys[:, None])[:, None, None]
+        return some & jnp.any(seen, axis=-1)
 
     def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
         """The call itself."""
         window = self._spec.window
         operand = next(iter(operands), None)
+        padding = self._padding
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -424,6 +470,8 @@ class _Call:
             scale=self._spec.scale,
             is_causal=self._spec.causal,
             local_window_size=None if window is None else (window - 1, 0),
+            query_seq_lengths=None if padding is None else padding.rows,
+            key_value_seq_lengths=None if padding is None else padding.keys,
             implementation="cudnn",
         )
 

@@ -44,7 +44,7 @@ def kernels(lines):
 
 
 def test_a_mask_that_is_causal_costs_one_look_at_it(computations):
-    """Forward and backward each choose by the same flag, and the mask is read for that once."""
+    """Forward and backward choose by the same number, and no kernel but the last has the mask."""
     entry = computations["ENTRY"]
     choices = [line for line in entry if " conditional(" in line]
     flags = {re.search(r" conditional\(([^,]+),", line)[1] for line in choices}
@@ -56,12 +56,16 @@ def test_a_mask_that_is_causal_costs_one_look_at_it(computations):
     made = [line for line in squares if not re.search(r" (parameter|bitcast|tuple)\(", line)]
     assert not made, made  # nothing of its size is kept
     for line, kernel in zip(choices, ("Softmax", "SoftmaxBackward"), strict=True):
-        yes, no = (
-            computations[re.search(rf"{side}_computation=%?([\w.\-]+)", line)[1]]
-            for side in ("true", "false")
+        *without, whole = (
+            computations[name]
+            for name in re.findall(r"%([\w.\-]+)", line[line.index("branch_computations") :])
+            if name in computations
         )
-        assert kernels(yes) == [kernel] and kernels(no) == [f"ScaleBias{kernel}"]
-        assert not re.search(rf"{LENGTH},{LENGTH}\]", "\n".join(yes))
+        assert kernels(whole) == [f"ScaleBias{kernel}"]
+        for lines in without:  # causal, and all keys, without padding and with it
+            assert kernels(lines) == [kernel]
+            assert not re.search(rf"{LENGTH},{LENGTH}\]", "\n".join(lines))
+        assert len(without) == 4
 
 
 @pytest.mark.parametrize(

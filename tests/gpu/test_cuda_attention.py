@@ -21,11 +21,26 @@ def ids(*rows):
     return jnp.asarray([np.repeat(*zip(*row)) for row in rows])
 
 
+def first(*counts):
+    """A mask of the first tokens of each sequence, `(batch, LENGTH)`."""
+    return jnp.arange(LENGTH) < jnp.asarray(counts)[:, None]
+
+
+KEYS, SEES = first(1000, 4001)[:, None, None], jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+BIAS = (-jnp.abs(jnp.arange(LENGTH) - 999) / 99).astype(bf16)
 CASES = {
     "causal": {"causal": True},
     "window": {"causal": True, "window": 100},
     "mask that is causal": {"mask": jnp.tril(jnp.ones((LENGTH, LENGTH), bool))},
     "mask": {"mask": jnp.arange(LENGTH)[:, None] % 7 != jnp.arange(LENGTH) % 5},
+    "padding": {"mask": KEYS},
+    "padding, causal": {"mask": KEYS, "causal": True},
+    "padding of keys and queries": {"mask": KEYS & first(700, 4096)[:, None, :, None]},
+    "padding in a causal mask": {"mask": KEYS & SEES},
+    "padding in a causal mask, and of queries": {"mask": KEYS & KEYS.swapaxes(2, 3) & SEES},
+    "padding beside a bias": {"mask": KEYS & SEES, "bias": BIAS},
+    "padding at the start": {"mask": ~KEYS},
+    "a sequence without a key": {"mask": first(1000, 0)[:, None, None]},
     "few segments": {"segment_ids": ids([(1, 2000), (2, 2096)], [(4, 4096)])},
     "many segments": {
         "segment_ids": ids(

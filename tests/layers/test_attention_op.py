@@ -588,23 +588,28 @@ def of_gpu(dtype=bf16, length=64, keys=None, width=64, bias=None, mask=None, **o
 
 PLAIN = ["Softmax", "SoftmaxBackward"]
 MASKED = ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"]
+# A mask may hide nothing, or padding: without and with the lengths of the sequences.
+PADDED = MASKED + PLAIN * 2
+SQUARE = MASKED + PLAIN * 4  # the same for the mask of `causal`
 ON_GPU = {
     "plain": ({}, PLAIN),
     "float16": ({"dtype": f16}, PLAIN),
     "causal": ({"causal": True, "window": 9, "scale": 0.3}, PLAIN),
     "odd": ({"length": 63, "causal": True}, PLAIN),
-    "odd masked": ({"length": 63, "causal": True, "mask": (63, 63)}, MASKED + PLAIN),
-    "odd mask": ({"length": 63, "mask": (2, 1, 63, 63)}, MASKED + PLAIN),
-    "odd padding": ({"length": 63, "mask": (2, 1, 1, 63)}, MASKED + PLAIN),
-    "odd keys": ({"length": 64, "keys": 31, "mask": (64, 31), "bias": (4, 64, 31)}, MASKED * 2),
+    "odd masked": ({"length": 63, "causal": True, "mask": (63, 63)}, PADDED),
+    "odd mask": ({"length": 63, "mask": (2, 1, 63, 63)}, SQUARE),
+    "odd padding": ({"length": 63, "mask": (2, 1, 1, 63)}, PADDED),
+    "odd keys": ({"length": 64, "keys": 31, "mask": (64, 31), "bias": (4, 64, 31)}, MASKED * 3),
     "odd rows' mask": ({"length": 63, "mask": (63, 1)}, "blocks"),
     "odd bias": ({"length": 63, "bias": (63, 63)}, "blocks"),
     "one query": ({"length": 1, "keys": 63, "mask": (63,)}, "blocks"),
     "other keys": ({"keys": 32}, PLAIN),
     "bias": ({"bias": (4, 64, 64)}, MASKED),
     "key bias": ({"bias": (64,), "causal": True}, MASKED),
-    "mask": ({"mask": (2, 1, 64, 64)}, MASKED + PLAIN),
-    "padding": ({"mask": (2, 1, 1, 64)}, MASKED + PLAIN),
+    "mask": ({"mask": (2, 1, 64, 64)}, SQUARE),
+    "mask of heads": ({"mask": (4, 1, 64)}, MASKED + PLAIN),
+    "window": ({"causal": True, "window": 9, "mask": (2, 1, 64, 64)}, MASKED + PLAIN),
+    "padding": ({"mask": (2, 1, 1, 64)}, PADDED),
     "segments": ({"segment_ids": jnp.zeros((2, 64), int)}, MASKED),
     "float32": ({"dtype": f32}, "blocks"),
     "softcap": ({"softcap": 50.0}, "blocks"),
@@ -644,13 +649,13 @@ def test_transformations_on_gpus():
     call = lambda q, k, v, mask: attention(q, k, v, mask=mask)
     loss = lambda q, k, v, mask: jnp.sum(jax.vmap(call, (0, 0, 0, None))(q, k, v, mask).astype(f32))
     gradient = jax.grad(loss, (0, 1, 2))
-    assert served(gradient, q, k, k, mask) == (sorted(MASKED + PLAIN), False)
+    assert served(gradient, q, k, k, mask) == (sorted(PADDED), False)
     layer = jax.checkpoint(lambda x, k, mask: x + jax.vmap(call, (0, 0, 0, None))(x, k, k, mask))
     steps = lambda q, k, mask: jax.lax.scan(lambda x, _: (layer(x, k, mask), None), q, length=3)[0]
     kernels, _ = served(jax.grad(lambda *a: jnp.sum(steps(*a).astype(f32))), q, k, mask)
-    assert kernels == sorted([*MASKED, *PLAIN, "ScaleBiasSoftmax", "Softmax"])  # recomputed once
+    assert kernels == sorted([*PADDED, "ScaleBiasSoftmax", *["Softmax"] * 2])  # recomputed once
     moved = lambda q, k, mask: jax.jvp(lambda q: loss(q, k, k, mask), (q,), (q,))
-    assert served(moved, q, k, mask) == (["ScaleBiasSoftmax", "Softmax"], False)
+    assert served(moved, q, k, mask) == (["ScaleBiasSoftmax", *["Softmax"] * 2], False)
     twice = lambda q, k, mask: jax.jvp(lambda q: gradient(q, k, k, mask)[0], (q,), (q,))[1]
     served(twice, q, k, mask)  # the formula, which nothing refuses
 
@@ -699,6 +704,65 @@ def test_packed_segments_stay_within_their_memory(length, monkeypatch):
             sorted(kernels),
             size == least,
         )
+
+
+FIRST = lambda *counts, size=8: np.arange(size) < np.asarray(counts)[:, None]
+LOWER = np.tril(np.ones((8, 8), bool))
+PADDING = {  # mask, and (rows, keys) of each sequence, of causal attention, or of all keys
+    "keys": (FIRST(3, 8)[:, None], None, ([8, 8], [3, 8])),
+    "keys for all": (FIRST(5), None, ([8, 8], [5, 5])),
+    "no key": (FIRST(3, 0)[:, None], None, None),
+    "keys at the end": (~FIRST(3, 5)[:, None], None, None),
+    "a hole": (FIRST(3, 8)[:, None] ^ FIRST(2)[:, None], None, None),
+    "keys and rows": (FIRST(3, 8)[:, None] & FIRST(5, 8)[..., None], None, ([5, 8], [3, 8])),
+    "a row more": (FIRST(3, 8)[:, None] | FIRST(1, 1)[..., None], None, None),
+    "causal": (LOWER, ([8, 8], [8, 8]), None),
+    "causal, keys": (LOWER & FIRST(3, 7)[:, None], ([8, 8], [3, 7]), None),
+    "causal, rows": (LOWER & FIRST(3, 7)[..., None], ([3, 7], [3, 7]), None),
+    "causal, both": (
+        LOWER & (FIRST(3, 7)[:, None] & FIRST(6, 8)[..., None]),
+        ([6, 8], [3, 7]),
+        None,
+    ),
+    "causal, the first key away": (LOWER & ~FIRST(1)[:, None], None, None),
+    "a row of causal is whole": (LOWER | FIRST(1)[..., None], None, None),
+    "all": (np.ones((8, 8), bool), None, ([8, 8], [8, 8])),
+}
+
+
+@pytest.mark.parametrize("name", PADDING)
+def test_padding_is_what_a_mask_leaves_of_each_sequence(name, rng, monkeypatch):
+    """JAX's attention of these lengths is that of the mask, whose kernel serves other masks."""
+    mask, *expected = PADDING[name]
+    mask = jnp.asarray(mask[(None,) * (3 - mask.ndim)][:, None])
+    theirs = jax.nn.dot_product_attention
+    on_cpu = lambda *a, **options: theirs(*a, **options | {"implementation": "xla"})
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
+    q, k, v, _ = draw(rng, length=8, keys=8)
+    q = q.reshape(*q.shape[:2], 2, 2, -1)
+    d, extent = numbers(q.ndim), mask.shape[-2] > 1
+    batch = d.batch if len(mask) > 1 else ()
+    dims = (*batch, *([d.length] if extent else []), d.keys)
+    array = mask.reshape([n for n in mask.shape if n > 1])
+    spec = Spec(scale=0.7, extras=(("mask", dims),))
+
+    def run(call, *operands):
+        padding = call._padding
+        causal = call._spec.causal
+        out = call.only_seen(call.attend(*call.flat(*operands[:3]), *call.operands), 0)
+        given = [None, None] if padding is None else [padding.rows, padding.keys]
+        plain = jnp.full(2, 8)
+        return [out, jnp.asarray(causal), *[plain if n is None else n for n in given]]
+
+    out, causal, rows, keys = jax.jit(
+        lambda *operands: cudnn._simplest(90, spec, run, operands, spec.forward_dims(q.ndim))
+    )(q, k, v, array)
+    want = attention(q.reshape(*q.shape[:2], 4, -1), k, v, mask=mask, scale=0.7)
+    close(out, want)
+    chosen = next((e for e in expected if e is not None), None)
+    if chosen is not None:
+        assert bool(causal) == (expected[0] is not None)
+        assert [rows.tolist(), keys.tolist()] == [*chosen]
 
 
 PACKED = {  # ids, and whether equal ones are contiguous
