@@ -21,11 +21,16 @@ from normfuse.train.topology import OPTIONS, devices
 # `.ci/test` puts the plugin here, outside the environment, where JAX would try to start it.
 _FOLDER = os.environ.get("NORMFUSE_GPU_COMPILER", "")
 
+if jax.__version_info__ >= (0, 12):
+    # Without a GPU to time kernels on, XLA would compile each in several ways and guess the best.
+    OPTIONS["xla_gpu_autotune_level"] = 0
+
 # XLA's choice where users leave it to the autotuner, which finds cuBLAS faster than Triton. Older
 # versions cannot be told so, and then it is Triton for each product that Triton can compute.
 AUTOTUNED = OPTIONS | {"xla_gpu_enable_triton_gemm": True}
 if jax.__version_info__ >= (0, 12):
     AUTOTUNED |= {
+        "xla_gpu_autotune_level": 4,
         "xla_gpu_experimental_enable_fusion_autotuner": False,  # for products alone
         "xla_force_config": "backend: CUBLASLT_FISSION backend_config { gemm { algorithm: 0 } }",
     }

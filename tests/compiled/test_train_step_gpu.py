@@ -1,6 +1,7 @@
 """Programs of H200s for the presets' training step: the memory they take, and no copied state."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -27,6 +28,12 @@ def step(preset: str, mesh: Mesh, attention: str = "cudnn", **changes):
     config = preset_config(preset)
     model = dataclasses.replace(config.transformer(), attention=attention, **changes)
     return step_on(mesh, config, model)
+
+
+@functools.cache
+def step_of_one_block(quantization: str | None):
+    """Compiles the step of a `1b` of one block, once for the tests that read it."""
+    return step("1b", mesh(), num_layers=1, quantization=quantization)
 
 
 def test_cudnn_serves_attention_unasked():
@@ -70,11 +77,8 @@ def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
     assert config.tokens_per_step == 16384 and config.microbatches == 1
     kept, needs = {}, {}
     for quantization in None, "fp8":
-        programs = {}
-        for layers in 1, 2:
-            options = {"num_layers": layers, "quantization": quantization}
-            programs[layers], state = step("1b", mesh(), **options)
-        one, two = programs.values()
+        one, _ = step_of_one_block(quantization)
+        two, state = step("1b", mesh(), num_layers=2, quantization=quantization)
         check_state_is_donated(two, state)
         assert copied(two, state) == []
         # Seven products with weights in a block, and one with the vocabulary for the loss's first
@@ -92,7 +96,7 @@ def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
 
 def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass():
     """Seven products with weights and their gradients; one pass for each norm in each direction."""
-    program, _ = step("1b", mesh(), num_layers=1, quantization="fp8")
+    program, _ = step_of_one_block("fp8")
     kernels, gemms = hlo.calls(program, "quantize_"), hlo.gemms(program)
     of_loss = {"softmax_statistics": 2, "softmax": 2}  # of the first chunk, and of the others
     # The last norm, before the logits, is the one that writes an array.
