@@ -6,7 +6,7 @@ from fuse import fuzz
 
 import normfuse
 
-EACH = 30
+EACH = 20
 
 
 @pytest.mark.parametrize("first", range(0, 3 * EACH, EACH))
