@@ -647,14 +647,14 @@ MUTANTS = [
         "tests/fuse/test_spellings.py::test_a_loss_divided_by_a_sum_of_ones_is_one_sum",
     ),
     Mutant(
-        "layers/fuse/lookups.py",
+        "layers/fuse/indexing.py",
         "rows(tangents[0].astype(jnp.float32), primals[1], 0)",
         "rows(tangents[0].astype(dtype), primals[1], 0)",
         "tests/fuse/test_lookups.py"
         "::test_a_gradient_is_exact_where_theirs_is_rounded[a cast and an index]",
     ),
     Mutant(  # a table that is computed
-        "layers/fuse/lookups.py",
+        "layers/fuse/indexing.py",
         "if maker is not None or program.known(root) is not None:",
         "if program.known(root) is not None:",
         "tests/fuse/test_lookups.py"

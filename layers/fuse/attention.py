@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Program
 from .rows import ABSORBING, NUMBER, Row
 from .scores import Operands, ScoreForms
-from .sites import Left, Site, called, said
+from .sites import Left, Read, Site, called, said
 
 MASKED = -1e4
 """A mask writes this or less into scores that it takes away. exp(-1e4) is 0 in float32."""
@@ -26,52 +26,37 @@ LARGEST_BIAS = 1e4
 """A larger number added to scores rounds them away in float32."""
 
 
-@dataclasses.dataclass(eq=False)
-class Attention(Site):
-    """softmax(scores) · v of a program, as `normfuse.attention` of (batch, length, heads, width).
+@dataclasses.dataclass
+class Seen:
+    """The keys that queries see, and what is added to their scores.
 
     Attributes:
-      operands, to: (value, labels) of q, k and v, and the groups of labels that they are arranged
-        to, in the dtype `compute`; v's is multiplied by `factor`.
-      groups, out: those of the scores, and of the result.
-      aval, dims: the type and the labels of the value that is replaced.
+      groups: the labels of the scores' batch, queries, heads and keys.
+      dtype: what the attention is computed in.
       options: of `attend`.
       masks, biases: what is known at run time only; `fixed` a constant mask.
     """
 
-    operands: list[tuple[int, Dims]]
-    to: tuple[Any, ...]
     groups: tuple[Any, ...]
-    out: tuple[Any, ...]
-    compute: Any
-    factor: float
-    aval: Any
-    dims: Dims
+    dtype: Any
     options: dict[str, Any]
     masks: list[Mask] = dataclasses.field(default_factory=list)
     biases: list[tuple[int, Dims, float]] = dataclasses.field(default_factory=list)
     fixed: Any = None
 
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        q, k, v = (
-            arrange(read(value), dims, to).astype(self.compute)
-            for (value, dims), to in zip(self.operands, self.to)
-        )
+    def arrays(self, read: Read) -> tuple[Any, Any]:
+        """Returns the bias and the mask, or None."""
         batch, queries, heads, keys = self.groups
         place = lambda x, dims: arrange(x, dims, (batch, heads, queries, keys), full=False)
         masks = [place(read(m.value), m.dims) == m.keep for m in self.masks]
         if self.fixed is not None:
             masks.append(jnp.asarray(self.fixed)[None, None])
         biases = [times(place(read(b), dims), factor) for b, dims, factor in self.biases]
-        bias = functools.reduce(jnp.add, biases) if biases else None
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
-        y = called(attend, q, k, v, bias, mask, **self.options)
-        labels = [(l,) for l in atoms(self.out)]
-        y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), self.dims)
-        return [times(y, self.factor).astype(self.aval.dtype)]
+        return functools.reduce(jnp.add, biases) if biases else None, mask
 
 
-def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
+def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
     """Returns what computes a value that is an attention's result.
 
     Raises:
@@ -111,39 +96,39 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
         raise Left("scores are multiplied by a number that is not positive")
     lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
     count = f"{size(heads)}" + (f"/{size(shared)}" if size(shared) != size(heads) else "")
-    site = Attention(
-        outs=(value,),
-        reads=(),
-        dead=(base.dot.outs[0],),
-        what=f"attention {size(batch)} x {lengths}, {count} heads of {size(width)}, {dtype.name}",
-        served="",
-        operands=[found.x[:2], found.w[:2], (v, v_dims)],
-        to=(
-            (batch, queries, heads, width),
-            (batch, keys, shared, width),
-            (batch, keys, shared, values),
-        ),
-        groups=(batch, queries, heads, keys),
-        out=(batch, queries, heads, values),
-        compute=dtype,
-        factor=factor,
-        aval=g.avals[value],
-        dims=form.dims,
-        options={"scale": scale, "softcap": found.softcap, "empty": None, "number": None},
-    )
-    _sort_masks(forms, form, forms.rows[value], site)
-    reads = [value for value, *_ in (*site.operands, *site.biases)] + [m.value for m in site.masks]
-    site.reads, options = tuple(dict.fromkeys(reads)), site.options
+    options = {"scale": scale, "softcap": found.softcap, "empty": None, "number": None}
+    seen = Seen((*groups, keys), dtype, options)
+    _sort_masks(forms, form, forms.rows[value], seen)
     parts = {
         "causal": options["causal"],
         f"window {options['window']}": options["window"],
-        "constant mask": site.fixed is not None,
-        "run-time mask": site.masks,
-        "bias": site.biases,
+        "constant mask": seen.fixed is not None,
+        "run-time mask": seen.masks,
+        "bias": seen.biases,
         f"softcap {found.softcap}": found.softcap,
     }
-    site.served = f"attention: {said(parts) or 'no mask'}"
-    return site
+    operands = [
+        (*found.x[:2], (batch, queries, heads, width)),
+        (*found.w[:2], (batch, keys, shared, width)),
+        (v, v_dims, (batch, keys, shared, values)),
+    ]
+
+    def compute(read: Read) -> Sequence[Any]:
+        q, k, v = (arrange(read(u), dims, to).astype(dtype) for u, dims, to in operands)
+        y = called(attend, q, k, v, *seen.arrays(read), **options)
+        labels = [(l,) for l in atoms((batch, queries, heads, values))]
+        y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), form.dims)
+        return [times(y, factor).astype(g.avals[value].dtype)]
+
+    reads = [u for u, *_ in (*operands, *seen.biases)] + [m.value for m in seen.masks]
+    return Site(
+        outs=(value,),
+        reads=tuple(dict.fromkeys(reads)),
+        dead=(base.dot.outs[0],),
+        what=f"attention {size(batch)} x {lengths}, {count} heads of {size(width)}, {dtype.name}",
+        served=f"attention: {said(parts) or 'no mask'}",
+        compute=compute,
+    )
 
 
 def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):
@@ -181,9 +166,9 @@ def _dtype(dtypes: Sequence[Any]) -> Any:
     return np.dtype(widest)
 
 
-def _sort_masks(forms: ScoreForms, form: Form, row: Row, site: Attention) -> None:
+def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
     """Sorts masks and biases into what is proved of them and what is known at run time only."""
-    g, base, (_, queries, _, keys) = forms.program, form.base, site.groups
+    g, base, (_, queries, _, keys) = forms.program, form.base, seen.groups
     reach = base.scale if base.inner is not None else 0.0  # bound on scores with a soft cap
     low, high, fixed = -math.inf, math.inf, []  # seen: low <= query - key <= high
     for m in base.masks:
@@ -194,7 +179,7 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, site: Attention) -> Non
         elif (plane := _plane(g, m, queries, keys)) is not None:
             fixed.append(plane)
         else:
-            site.masks.append(m)
+            seen.masks.append(m)
     t, s = size(queries), size(keys)
     is_option = lambda low, high: low == 0 and t <= s or low <= -(s - 1) and high >= t - 1
     sees = True
@@ -205,23 +190,23 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, site: Attention) -> Non
         keep = functools.reduce(np.logical_and, fixed, (low <= behind) & (behind <= high))
         low, high = band_of(keep) or (math.inf, t)
         sees = bool(keep.any(-1).all())
-        site.fixed = None if is_option(low, high) else keep
+        seen.fixed = None if is_option(low, high) else keep
     causal, width = low == 0 and t <= s, int(min(high, t - 1)) + 1
-    site.options |= {"causal": causal, "window": width if causal and width < t else None}
+    seen.options |= {"causal": causal, "window": width if causal and width < t else None}
     mean = 1 / s
     if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
         row = replace(row, value=np.float64(mean))  # a mean, without the rounding
-    site.options |= {"adds": any(m.added and m.fill > -math.inf for m in base.masks)}
-    if site.masks or not sees:
-        _sort_empty(base.masks, row, site, sees, mean)
-    site.options["infinite"] = _sort_biases(forms, base, site)
-    if site.options["infinite"]:
-        site.options["number"] = _number(base.masks, row, mean)
+    seen.options |= {"adds": any(m.added and m.fill > -math.inf for m in base.masks)}
+    if seen.masks or not sees:
+        _sort_empty(base.masks, row, seen, sees, mean)
+    seen.options["infinite"] = _sort_biases(forms, base, seen)
+    if seen.options["infinite"]:
+        seen.options["number"] = _number(base.masks, row, mean)
 
 
-def _sort_biases(forms: ScoreForms, base: Scores, site: Attention) -> bool:
+def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
     """Takes over the biases that differ along the softmax's axis; tells if one may be -inf."""
-    g, keys, infinite = forms.program, site.groups[3], False
+    g, keys, infinite = forms.program, seen.groups[3], False
     changed = any(m.changed for m in base.masks)
     for bias, dims, factor in base.biases:
         if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
@@ -242,9 +227,9 @@ def _sort_biases(forms: ScoreForms, base: Scores, site: Attention) -> bool:
             sizes += [*np.max(np.asarray(known, np.float64) * factor, axis=along).reshape(-1)]
         if any(abs(n) > LARGEST_BIAS for n in sizes):
             raise Left("what is added to the scores is too large a number for their softmax")
-        if site.compute.itemsize == 2 and (g.avals[bias].dtype != site.compute or factor != 1):
+        if seen.dtype.itemsize == 2 and (g.avals[bias].dtype != seen.dtype or factor != 1):
             raise Left(f"a bias of {g.avals[bias].dtype.name}, wider than its operands")
-        site.biases.append((bias, dims, factor))
+        seen.biases.append((bias, dims, factor))
     return infinite
 
 
@@ -260,7 +245,7 @@ def _number(masks: Sequence[Mask], row: Row, mean: float) -> float:
     return number
 
 
-def _sort_empty(masks: Sequence[Mask], row: Row, site: Attention, sees: bool, mean: float) -> None:
+def _sort_empty(masks: Sequence[Mask], row: Row, seen: Seen, sees: bool, mean: float) -> None:
     """Finds out what rows are that see nothing, where there may be such rows."""
     if row.kind == "mixed":
         raise Left("what its rows are that see nothing is not one number")
@@ -269,11 +254,11 @@ def _sort_empty(masks: Sequence[Mask], row: Row, site: Attention, sees: bool, me
         absorbs = abs(first.fill) >= ABSORBING and row.number != mean
         if more or not sees or first.fill == -math.inf or absorbs:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        site.options["number"] = first.fill
+        seen.options["number"] = first.fill
     elif row.back[NUMBER] or any(m.changed for m in masks):
         raise Left("rows that may see nothing have a gradient, or one that is NaN")
     else:
-        site.options["empty"] = row.number
+        seen.options["empty"] = row.number
 
 
 def _band(g: Program, m: Mask, queries: list, keys: Labels):

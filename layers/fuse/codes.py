@@ -5,9 +5,8 @@ What is replaced has derivatives of its own, so that a gradient may be taken of 
 """
 
 import collections
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from ..quantization import norm as quantized_norm
 from ..quantization.quantize import Quantized
 from .program import Equation, Program, is_inlined
 from .report import Row
-from .sites import Site, called
+from .sites import Read, Site, called
 
 
 def with_codes(closed: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:
@@ -62,33 +61,6 @@ _SAME_ROWS = frozenset(
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclasses.dataclass(eq=False)
-class Encoding(Site):
-    """A norm that writes codes; the last of `outs` stands for these."""
-
-    norm: Equation
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        p = self.norm.params
-        spec = p["spec"]
-        results, codes = called(_encode, *map(read, self.reads), norm=spec, order=p["order"])
-        wanted = [spec.with_mean] * spec.centred + [spec.with_rstd]
-        return [*results, *[a for a, want in zip(codes.statistics, wanted) if want], codes]
-
-
-@dataclasses.dataclass(eq=False)
-class Reading(Site):
-    """FP8 products of one input, a linear layer or an MLP, that read its codes."""
-
-    product: fp8.Marked
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        x, *operands, codes = map(read, self.reads)
-        *rows, n = x.shape
-        codes = Quantized(codes.q.reshape(x.shape), codes.qt.reshape(n, *rows), codes.scale)
-        return called(_multiply, x, codes, *operands, marked=self.product)
-
-
 def _encode(*args: jax.Array, norm: Any, order: Any) -> Any:
     return fp8_norm.encode(norm, args, order)
 
@@ -128,10 +100,24 @@ def _choose(g: Program, norm: Equation) -> Row:
         return Row(g.line(y), what, "", reason)
     g.avals.append(None)  # codes have no type
     g.maker[code := len(g.avals) - 1] = norm
-    sites: list[Site] = [Encoding((*norm.outs, code), (*norm.operands,), (), "codes", "", norm)]
+    spec, order = norm.params["spec"], norm.params["order"]
+
+    def encode(read: Read) -> Sequence[Any]:
+        results, codes = called(_encode, *map(read, norm.operands), norm=spec, order=order)
+        wanted = [spec.with_mean] * spec.centred + [spec.with_rstd]
+        return [*results, *[a for a, want in zip(codes.statistics, wanted) if want], codes]
+
+    def multiply(product: fp8.Marked, operands: Sequence[int], read: Read) -> Sequence[Any]:
+        x, *others = map(read, operands)
+        codes, (*rows, n) = read(code), x.shape
+        codes = Quantized(codes.q.reshape(x.shape), codes.qt.reshape(n, *rows), codes.scale)
+        return called(_multiply, x, codes, *others, marked=product)
+
+    sites = [Site((*norm.outs, code), (*norm.operands,), (), "codes", "", compute=encode)]
     for equation, product in products.items():
-        reads = *equation.operands, code
-        sites.append(Reading((*equation.outs,), reads, (), "codes", "", product))
+        compute = functools.partial(multiply, product, equation.operands)
+        reads = (*equation.operands, code)
+        sites.append(Site((*equation.outs,), reads, (), "codes", "", compute=compute))
     for site in sites:
         g.sites |= dict.fromkeys(site.outs, site)
     ops = collections.Counter(product.spec.op for product in products.values())

@@ -5,8 +5,8 @@ pass each way, and keeps gate and up for its backward in place of what each equa
 reads.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from ..dense.epilogue import finish, finish_natively, scalar_of
 from .activations import Activations
 from .program import Equation, Program
 from .scores import ScoreForms
-from .sites import Site, called
+from .sites import Site, called, of_equations
 
 _OP = "gated_product"
 _CHANGING = "mul", "div", "select_n", "add", "sub"
@@ -25,18 +25,6 @@ _RANDOM = "random_bits", "rng_bit_generator", "threefry2x32"
 
 
 # ---------------------------------------------------------------- gated activations
-
-
-@dataclasses.dataclass(eq=False)
-class Gate(Site):
-    """activation(gate) · up, where there is an up."""
-
-    activation: str
-    dtype: Any
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        operands = map(read, self.reads)
-        return [called(gated, *operands, activation=self.activation, dtype=self.dtype)]
 
 
 def gated(gate: Array, up: Array | None = None, *, activation: str, dtype: Any) -> Array:
@@ -60,14 +48,14 @@ def _source(program: Program, v: int) -> int:
     return v
 
 
-def _site(program: Program, activations: Activations, equation: Equation) -> Gate | None:
-    pred, no, yes = equation.ins
-    if program.number(no) != 0 or not is_random(program, pred):
+def _site(program: Program, activations: Activations, equation: Equation) -> Site | None:
+    pred, no, *yes = equation.ins
+    if len(yes) != 1 or program.number(no) != 0 or not is_random(program, pred):
         return None
-    hidden = _source(program, yes)
-    if (gated := activations.gated(hidden)) is None:
+    hidden = _source(program, yes[0])
+    if (parts := activations.gated(hidden)) is None:
         return None
-    activation, *reads = gated
+    activation, *reads = parts
     reads, out = tuple(v for v in reads if v is not None), program.avals[hidden]
     given = [program.avals[v] for v in reads]
     if out.ndim < 2 or out.dtype.itemsize > 4:
@@ -75,24 +63,23 @@ def _site(program: Program, activations: Activations, equation: Equation) -> Gat
     if any(a.shape != out.shape or a.dtype != out.dtype for a in given):
         return None
     rows = out.size // out.shape[-1]
-    return Gate(
+    compute = lambda read: [
+        called(gated, *map(read, reads), activation=activation, dtype=out.dtype)
+    ]
+    return Site(
         outs=(hidden,),
         reads=reads,
         dead=(),
         what=f"mlp {rows} x {out.shape[-1]}, {activation}, {out.dtype.name}",
         served="activation(gate) · up alone: dropout comes before the product",
-        activation=activation,
-        dtype=out.dtype,
+        compute=compute,
     )
 
 
 def found(program: Program, activations: Activations) -> Iterator[Site]:
     """Yields the gated activations that dropout follows."""
-    for equation in program.equations:
-        is_select = equation.name == "select_n" and len(equation.ins) == 3
-        if is_select and equation not in program.shadowing:
-            if (site := _site(program, activations, equation)) is not None:
-                yield site
+    site_of = functools.partial(_site, program, activations)
+    return of_equations(program, ["select_n"], site_of)
 
 
 # ---------------------------------------------------------------- attention

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
-from . import attention, dropout, indexing, lookups, losses, norms, products
+from . import attention, dropout, indexing, losses, norms, products
 from .activations import READ as ACTIVATIONS
 from .activations import Activations
 from .closure import Closure, Origin, is_array, origins_of, runs_later
@@ -325,7 +325,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         "attention": lambda: attention.found(scores),
         "loss": lambda: losses.found(scores, quantization=quantization),
         "indexing": lambda: indexing.found(program),
-        "lookup": lambda: lookups.found(program),
+        "lookup": lambda: indexing.lookups(program),
         "mlp": multiplied,
     }
     made_of = {"attention": scores.made_of, "loss": scores.made_of, "norm": parts.made_of}

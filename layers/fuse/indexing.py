@@ -1,4 +1,4 @@
-"""Reads and writes at constant indices: slices, pads and stacks instead of gathers and scatters.
+"""Indexing: slices, pads and stacks instead of gathers and scatters, and lookups in a table.
 
 JAX makes a scatter of `x.at[..., ::2].set(a)`, gathers and scatters of its derivatives, and XLA
 serves these an element at a time. Arithmetic on constant indices proves that they are evenly spaced
@@ -8,6 +8,7 @@ writes them onto a number, and several writes that cover an array are a stack of
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,27 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.lax import GatherScatterMode
 
 from .indices import Affine, affine
+from .labels import UNCHANGED
 from .program import Equation, Program
-from .sites import Left, Site
+from .sites import Left, Site, of_equations
 
 LONGEST = 64
 """How many writes, one after another, may be read as one."""
-
-
-@dataclasses.dataclass(eq=False)
-class Indexed(Site):
-    """Elements at constant indices, read or written.
-
-    Attributes:
-      compute: returns the result from the values of `reads`.
-    """
-
-    compute: Callable[..., Array]
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        return [self.compute(*map(read, self.reads))]
 
 
 # ---------------------------------------------------------------- positions
@@ -228,33 +217,112 @@ def written(
 def found(program: Program) -> Iterator[Site | tuple[int, str]]:
     """Yields the reads and writes at constant indices; a value and the reason where one is left."""
     grids: dict[Equation, Grid] = {}
-    for equation in program.equations:
-        sets = equation.name == "scatter" and equation.params["update_jaxpr"] is None
-        if not sets and equation.name != "gather":
-            continue
-        (out,) = equation.outs
+
+    def site_of(equation: Equation) -> Site | None:
+        (out,), sets = equation.outs, equation.name == "scatter"
         aval = program.avals[out]
+        if sets and equation.params["update_jaxpr"] is not None:
+            return None
         if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            continue
-        try:
-            one = grid(program, equation)
-            if one is None:
-                continue
-            grids[equation] = one
-            if sets:
-                reads, served, compute = written(program, equation, grids)
-            elif one.count == one.shape:
-                continue  # the whole array: XLA reads it as it is
-            else:
-                reads = equation.ins[:1]
-                served = "strided slice" if max(one.step, default=1) > 1 else "slice"
-                compute = lambda x, one=one, shape=aval.shape: one.read(x, shape)
-        except Left as reason:
-            yield out, str(reason)
-            continue
-        except jax.errors.InconclusiveDimensionOperation:
-            yield out, "its sizes are not known"
-            continue
+            return None
+        if (one := grid(program, equation)) is None:
+            return None
+        grids[equation] = one
+        if sets:
+            reads, served, compute = written(program, equation, grids)
+        elif one.count == one.shape:
+            return None  # the whole array: XLA reads it as it is
+        else:
+            reads, compute = equation.ins[:1], lambda x: one.read(x, aval.shape)
+            served = "strided slice" if max(one.step, default=1) > 1 else "slice"
         sizes = (" x ".join(map(str, n)) or "1" for n in (one.count, one.shape))
         what = f"indexing {' of '.join(sizes)}, {aval.dtype.name}"
-        yield Indexed((out,), tuple(reads), (), what, served, compute)
+        emit = lambda read: [compute(*map(read, reads))]
+        return Site((out,), tuple(reads), (), what, served, compute=emit)
+
+    return of_equations(program, ("gather", "scatter"), site_of)
+
+
+# ---------------------------------------------------------------- lookups: rows by other indices
+# JAX's derivative of `table[i]` is a scatter in the rows' dtype: each occurrence of a row rounds
+# the sum to 16 bits, and a GPU adds 16 bits slowly where an index is frequent. A `gather` of whole
+# rows of what the program is given, or of a cast of it, keeps its equation and has the derivative
+#
+#     dtable[r] = Σ_t [i_t = r] · dy_t    in float32.
+
+
+def rows_of(gather: Equation, dtype: Any) -> Callable[..., Array]:
+    """Returns `(table (rows, *features), indices) -> y`, as a gather of the table in `dtype`."""
+    p = gather.params
+
+    def rows(table: Array, indices: Array, fill: Any) -> Array:
+        numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
+        return lax.gather(table, indices, numbers, sizes, mode=p["mode"], fill_value=fill)
+
+    @jax.custom_jvp
+    def read(table: Array, indices: Array) -> Array:
+        return rows(table.astype(dtype), indices, p["fill_value"])
+
+    @read.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        y = read(*primals)
+        return y, rows(tangents[0].astype(jnp.float32), primals[1], 0).astype(y.dtype)
+
+    return read
+
+
+def _table(program: Program, v: int) -> int | None:
+    """Returns the value that a table is, before the cast it is read in; None if it is computed."""
+    made, root = program.maker.get(v), v
+    while (maker := program.maker.get(root)) is not None and maker.name in UNCHANGED:
+        root = maker.ins[0]
+        if not jnp.issubdtype(program.avals[root].dtype, jnp.floating):
+            return None
+    if maker is not None or program.known(root) is not None:
+        return None
+    if made is None or made.name != "convert_element_type":
+        return v
+    (given,) = made.ins
+    wide = program.avals[given].dtype.itemsize >= program.avals[v].dtype.itemsize
+    return given if wide else v
+
+
+def _lookup(program: Program, equation: Equation) -> Site | None:
+    """Returns the lookup that a gather is; None of others.
+
+    Raises:
+      Left: for a lookup that would gain, and is not served.
+    """
+    p, n = equation.params, equation.params["dimension_numbers"]
+    table, index = (program.avals[v] for v in equation.ins)
+    (out,) = equation.outs
+    tokens, rows = math.prod(index.shape[:-1]), table.shape[0] if table.ndim > 1 else 0
+    whole = (
+        tuple(n.collapsed_slice_dims) in ((0,), ())
+        and not n.operand_batching_dims
+        and tuple(p["slice_sizes"]) == (1, *table.shape[1:])
+        and tuple(n.offset_dims) == tuple(range(index.ndim - 1, program.avals[out].ndim))
+        and 0 in n.start_index_map  # the starts of whole dimensions are clipped to 0
+        and (len(n.start_index_map) == 1 or p["mode"] == GatherScatterMode.CLIP)
+    )
+    narrow = table.dtype in (jnp.bfloat16, jnp.float16)
+    if not whole or not narrow or tokens == 1 or 0 in (*table.shape, tokens) or rows == 0:
+        return None
+    if p.get("unique_indices") or (source := _table(program, equation.ins[0])) is None:
+        return None
+    if table.sharding.mesh.explicit_axes:
+        raise Left("its table is on a mesh with Explicit axes")
+    compute, reads = rows_of(equation, table.dtype), (source, equation.ins[1])
+    return Site(
+        outs=(out,),
+        reads=reads,
+        dead=(),
+        what=f"lookup {tokens} of {' x '.join(map(str, table.shape))}, {table.dtype.name}",
+        served="rows by index: its gradient is summed in float32",
+        compute=lambda read: [compute(*map(read, reads))],
+    )
+
+
+def lookups(program: Program) -> Iterator[Site | tuple[int, str]]:
+    """Yields the lookups of a program; a value and the reason where one is left."""
+    return of_equations(program, ["gather"], functools.partial(_lookup, program))

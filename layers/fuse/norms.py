@@ -8,8 +8,9 @@ do the two arrays that x is the sum of.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from .labels import (
     shape_of,
 )
 from .program import Equation, Program
-from .sites import Left, Site, at_ends, called
+from .sites import Left, Read, Site, at_ends, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,87 +398,62 @@ RULES |= dict.fromkeys(LAYOUT, _layout)
 RESIDUAL = ", with a residual"  # in what the report says of a norm
 
 
-@dataclasses.dataclass(eq=False)
-class Normed(Site):
-    """A norm, with the addition before it where there is one, by one of our operations.
+def _computed(
+    norms: Norms, value: int, part: Part, added: Sequence[int], rows: Any, examples: int, read: Read
+) -> Sequence[Any]:
+    """Returns a norm, with the addition before it where there is one, by one of our operations.
 
-    Attributes:
-      x: its operands, one or the two that are added; all have x's labels.
-      rows, features: the labels of the dimensions that x is arranged to.
+    Args:
+      norms, value, part: what is computed.
+      added: its operands, one or the two that are added; all have x's labels.
+      rows: the labels of the dimensions that x is arranged to, before those of its features.
       examples: how many leading dimensions scale and shift differ along.
+      read: reads a value.
     """
+    g, x_dims = norms.program, norms.of[part.x].dims
+    features = tuple(l for l in atoms(x_dims) if l in part.along)
+    aval, to = g.avals[value], (*rows, features)
 
-    part: Part
-    added: tuple[int, ...]
-    x_dims: Dims
-    rows: tuple[Any, ...]
-    features: tuple[Label, ...]
-    examples: int
-    aval: Any
-    x_aval: Any
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        p, to = self.part, [*self.rows, self.features]
-        x, *residual = [arrange(read(v), self.x_dims, to) for v in self.added]
-        dims = tuple(tuple(l) for l in to)
-        options: dict[str, Any] = {"eps": p.stat.b, "dtype": self.aval.dtype} if p.stat else {}
-        options["scale_offset"] = p.scale.b if p.scale is not None else 0.0
-        if p.rounded is not None and p.scale is not None and not p.centred:
-            options["cast"] = "before"
-        vectors = self._vector(read, p.scale), self._vector(read, p.bias)
-        function = layer_norm if p.centred else rms_norm
-        if residual:
-            y, *h = called(function, x, *vectors, residual=residual[0], **options)
-        else:
-            y, h = called(function, x, *vectors, **options), []
-        y = arrange(y, dims, p.dims)
-        h = [arrange(h, dims, self.x_dims).astype(self.x_aval.dtype) for h in h]
-        return [y.astype(self.aval.dtype), *h][: len(self.outs)]
-
-    def _vector(self, read: Callable[[int], Any], vector: Vector | None) -> Any:
-        if vector is None:
+    def vector(own: Vector | None, offset: float) -> Any:
+        if own is None:
             return None
-        n = len(self.rows)
-        rows = self.rows[: self.examples]
-        w = arrange(read(vector.value), vector.dims, [*rows, self.features])
-        w = jnp.expand_dims(w, range(self.examples, n)) if self.examples else w
-        offset = 0.0 if vector is self.part.scale else vector.b
-        if offset:  # they computed it in float32 or wider
-            w = w.astype(jnp.promote_types(w.dtype, jnp.float32)) + offset
-        return w
+        w = arrange(read(own.value), own.dims, [*rows[:examples], features])
+        w = jnp.expand_dims(w, range(examples, len(rows))) if examples else w
+        # They computed it in float32 or wider.
+        return w.astype(jnp.promote_types(w.dtype, jnp.float32)) + offset if offset else w
+
+    x, *residual = [arrange(read(v), x_dims, to) for v in added]
+    options: dict[str, Any] = {"eps": part.stat.b, "dtype": aval.dtype} if part.stat else {}
+    options["scale_offset"] = part.scale.b if part.scale is not None else 0.0
+    if part.rounded is not None and part.scale is not None and not part.centred:
+        options["cast"] = "before"
+    if residual:
+        options["residual"] = residual[0]
+    vectors = vector(part.scale, 0.0), vector(part.bias, part.bias.b if part.bias else 0.0)
+    results = called(layer_norm if part.centred else rms_norm, x, *vectors, **options)
+    y, *h = results if residual else [results]
+    outs = arrange(y, to, part.dims), *[arrange(each, to, x_dims) for each in h]
+    return [y.astype(g.avals[v].dtype) for y, v in zip(outs, (value, part.x))]
 
 
-@dataclasses.dataclass(eq=False)
-class Joined(Site):
-    """A norm of ours with the addition before it, which the same pass computes."""
-
-    made: Equation
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        p = self.made.params
-        spec = replace(p["spec"], has_residual=True)
-        y, h, *statistics = op.forward(spec, *map(read, self.reads), order=p["order"])
-        return [y, *statistics, h]
-
-
-def joined(g: Program, made: Equation) -> Joined | None:
+def joined(g: Program, made: Equation) -> Site | None:
     """Returns what computes a norm of ours and the addition before it; None without one."""
     spec, (x, *parameters) = made.params["spec"], made.ins
     if spec.has_residual or spec.heads or len(added := _added(g, x)) == 1:
         return None
     aval = g.avals[x]
     n = math.prod(aval.shape[a] for a in spec.axes)
-    return Joined(
-        outs=(*made.outs, x),
-        reads=(*added, *parameters),
-        dead=(),
-        what=f"norm {aval.size // max(n, 1)} x {n}, {aval.dtype.name}",
-        served=f"{spec.op}{RESIDUAL}",
-        made=made,
-    )
+    reads, both = (*added, *parameters), replace(spec, has_residual=True)
+
+    def compute(read: Read) -> Sequence[Any]:
+        y, h, *statistics = op.forward(both, *map(read, reads), order=made.params["order"])
+        return [y, *statistics, h]
+
+    what = f"norm {aval.size // max(n, 1)} x {n}, {aval.dtype.name}"
+    return Site((*made.outs, x), reads, (), what, f"{spec.op}{RESIDUAL}", compute=compute)
 
 
-def site_of(norms: Norms, value: int, taken: set[int]) -> Normed:
+def site_of(norms: Norms, value: int, taken: set[int]) -> Site:
     """Returns what computes a norm's result, with the sum before it unless that is `taken`.
 
     Raises:
@@ -500,8 +476,7 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Normed:
         raise Left("its result is not laid out as x")
     if x_aval.dtype == jnp.float64 != aval.dtype:
         raise Left("float64 is rounded")
-    features = tuple(l for l in everything if l in part.along)
-    if set(features) != part.along:
+    if not part.along <= {*everything}:
         raise Left("its axis is no axis of x")
     rows = [tuple(l for l in expand(d) if l not in part.along) for d in part.dims]
     rows = [r for r in rows if r]
@@ -525,22 +500,14 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Normed:
     outs = (value,) if len(added) == 1 else (value, part.x)
     name = "layer_norm" if part.centred else "rms_norm"
     owner = ", with examples" if examples else ""
-    reads = [*added, *[v.value for v in vectors]]
     count = math.prod(x_aval.shape) // n
-    return Normed(
+    return Site(
         outs=outs,
-        reads=tuple(dict.fromkeys(reads)),
+        reads=tuple(dict.fromkeys([*added, *[v.value for v in vectors]])),
         dead=(stat.value,),
         what=f"norm {count} x {n}, {x_aval.dtype.name}",
         served=f"{name}{RESIDUAL if added[1:] else ''}{owner}",
-        part=part,
-        added=added,
-        x_dims=x_dims,
-        rows=tuple(rows),
-        features=features,
-        examples=examples,
-        aval=aval,
-        x_aval=x_aval,
+        compute=functools.partial(_computed, norms, value, part, added, rows, examples),
     )
 
 
@@ -560,7 +527,7 @@ def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of norms in a program; a value and the reason where one is left."""
     taken: set[int] = set()
 
-    def site(value: int) -> Normed:
+    def site(value: int) -> Site:
         made = norms.program.maker[value]
         if made.name in LAYOUT and norms.program.made(made.ins[0])[1] != "dot_general":
             raise Left  # it only lays a norm's result out anew

@@ -35,7 +35,7 @@ from .labels import (
 )
 from .program import Equation, Program
 from .scores import ScoreForms
-from .sites import Left, Site, called
+from .sites import Left, Read, Site, called
 
 FEW = 16
 """Products of fewer rows than these, or of a sixteenth of the rows that others have, are not
@@ -107,9 +107,9 @@ class Matrix:
         of = {labels[0]: entry for labels, entry in entries if labels}
         return NamedSharding(placed.mesh, P(*map(of.get, (*self.rows, self.columns[0]))))
 
-    def result(self, y: Any, aval: Any) -> Any:
+    def result(self, y: Any) -> Any:
         labels = (*[(l,) for l in self.rows], tuple(self.columns))
-        return arrange(y, labels, self.dims).astype(aval.dtype)
+        return arrange(y, labels, self.dims).astype(self.dtype)
 
 
 class Products:
@@ -135,7 +135,7 @@ class Products:
                     self.left.append((equation.outs[0], str(reason)))
         for m in self.matrices:
             with contextlib.suppress(Left):
-                self.narrowed[_narrowed(program, m)[0]] = m
+                self.narrowed[_narrowed(program, m)] = m
         counted = [m for m in self.matrices if not self._is_one_hot(m.x[0])]
         self.most = max((m.sizes[0] for m in counted), default=0)
 
@@ -287,92 +287,17 @@ _PASSED = frozenset(
 )
 
 
-@dataclasses.dataclass(eq=False)
-class Dense(Site):
-    """A quantized product."""
-
-    matrix: Matrix
-    quantization: Any
-    aval: Any
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        m = self.matrix
-        y = called(
-            apply,
-            m.operand(read, *m.x),
-            m.weight(read),
-            None,
-            activation=None,
-            out_sharding=m.sharding,
-            op="dense",
-            **m.options(self.quantization),
-        )
-        return [m.result(y, self.aval)]
-
-
-@dataclasses.dataclass(eq=False)
-class Mlp(Site):
-    """activation(gate) · up · kernel, or activation(gate) · kernel."""
-
-    matrix: Matrix
-    gate: int
-    up: int | None
-    hidden_dims: Dims
-    activation: str
-    quantization: Any
-    aval: Any
-    sharding: Any = None  # the function's own constraint on its hidden array
-    inner: tuple[Matrix, ...] = ()  # the products of gate and up, where these are part of it
-    biases: tuple[tuple[int, Dims], ...] = ()  # (value, labels) of what is added to each, or none
-    rows: Dims = ()  # the labels of its rows then, in the order of their input's
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        m = self.matrix
-        if self.inner:
-            return [self._whole(read)]
-        gate = m.operand(read, self.gate, self.hidden_dims)
-        up = None if self.up is None else m.operand(read, self.up, self.hidden_dims)
-        y = called(
-            apply_product,
-            gate,
-            up,
-            m.weight(read),
-            None,
-            activation=self.activation,
-            hidden_sharding=self.sharding,
-            **m.options(self.quantization),
-            out_sharding=m.sharding,
-        )
-        return [m.result(y, self.aval)]
-
-    def _whole(self, read: Callable[[int], Any]) -> Any:
-        m, first = self.matrix, self.inner[0]
-        names = ("gate", "up")[: len(self.inner)]
-        kernels = {name: each.weight(read) for name, each in zip(names, self.inner)}
-        y = called(
-            mlp,
-            first.operand(read, *first.x),
-            kernels | {"down": m.weight(read)},
-            {n: arrange(read(v), d, [m.features]) for n, (v, d) in zip(names, self.biases)},
-            activation=self.activation,
-            hidden_sharding=self.sharding,
-            **m.options(self.quantization),
-        )
-        return arrange(y, (*self.rows, tuple(m.columns)), m.dims).astype(self.aval.dtype)
-
-
-def _narrowed(g: Program, m: Matrix) -> tuple[int, Any]:
+def _narrowed(g: Program, m: Matrix) -> int:
     """The value to replace: a product's result, or the cast after it where it is wider than its
     operands."""
-    aval = g.avals[m.value]
-    if aval.dtype == m.dtype:
-        return m.value, aval
+    dtype = g.avals[m.value].dtype
+    if dtype == m.dtype:
+        return m.value
     readers = g.readers.get(m.value, [])
     if len(readers) == 1 and m.value not in g.results and readers[0].name == "convert_element_type":
-        out = readers[0].outs[0]
-        if g.avals[out].dtype == m.dtype:
-            return out, g.avals[out]
-    raise Left(f"its result is {aval.dtype.name}, wider than its operands")
+        if g.avals[out := readers[0].outs[0]].dtype == m.dtype:
+            return out
+    raise Left(f"its result is {dtype.name}, wider than its operands")
 
 
 def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, str]]:
@@ -382,28 +307,13 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
         yield from products.left
     for m in products.matrices:
         try:
-            value, aval = _narrowed(g, m)
+            value = _narrowed(g, m)
             why = products.unquantized(m) if quantization is not None else ""
             quantized = None if why else quantization
-            half = _mlp_of(products, m, value, aval, quantized)
             # The first serves, unless something else reads what it would not make.
-            if half is not None:
-                if quantized and (whole := _whole(products, half)) is not None:
-                    yield whole
-                yield half
+            yield from _mlps(products, m, value, quantized)
             if quantized:
-                rows, features, columns = m.sizes
-                yield Dense(
-                    outs=(value,),
-                    reads=(m.x[0], m.kernel[0]),
-                    dead=(),
-                    what=f"product {rows} x {features} -> {columns}, {m.dtype.name}{_of(g, m)}",
-                    served=f"dense, {quantized}",
-                    shares=m.x[0],
-                    matrix=m,
-                    quantization=quantized,
-                    aval=aval,
-                )
+                yield _dense(g, m, value, quantized)
             if why:
                 raise Left(why)
         except Left as reason:
@@ -411,22 +321,44 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
                 yield m.value, str(reason)
 
 
-def _of(program: Program, m: Matrix) -> str:
-    """Returns the variable that the function closes over and that has the kernel, for a row."""
-    own = program.origin(m.kernel[0])
-    return f", by {own.name}" if own is not None and own.closed_over else ""
+def _dense(g: Program, m: Matrix, value: int, quantization: Any) -> Site:
+    """Returns a quantized product; its row names the variable that a closed-over kernel is in."""
+    (rows, features, columns), own = m.sizes, g.origin(m.kernel[0])
+    by = f", by {own.name}" if own is not None and own.closed_over else ""
+
+    def compute(read: Read) -> Sequence[Any]:
+        options = m.options(quantization) | {"activation": None, "op": "dense"}
+        operands = m.operand(read, *m.x), m.weight(read), None
+        return [m.result(called(apply, *operands, out_sharding=m.sharding, **options))]
+
+    return Site(
+        outs=(value,),
+        reads=(m.x[0], m.kernel[0]),
+        dead=(),
+        what=f"product {rows} x {features} -> {columns}, {m.dtype.name}{by}",
+        served=f"dense, {quantization}",
+        shares=m.x[0],
+        compute=compute,
+    )
 
 
-def _whole(products: Products, half: Mlp) -> Mlp | None:
-    """Returns the MLP with the products of its gate and up, where these have one input."""
-    m, known = half.matrix, products.narrowed
+def _whole(products: Products, half: Site, m: Matrix, hidden: Any, options: Any) -> Site | None:
+    """Returns the MLP with the products of its gate and up, where these have one input.
+
+    Args:
+      products: theirs.
+      half: its second half.
+      m: the product of that.
+      hidden: the values of its gate and up, and their labels.
+      options: what the MLP is told.
+    """
+    (hidden, own_dims), known = hidden, products.narrowed
     if m.sharding is not None:
         return None
-    hidden = [v for v in (half.gate, half.up) if v is not None]
-    made, biases, shardings = [], [], {half.sharding}
+    made, biases, shardings = [], [], {options["hidden_sharding"]}
     for v in hidden:
         shardings.add(_sharding_of(products.program, v))
-        v, dims = products.peeled(v, half.hidden_dims, names=False)
+        v, dims = products.peeled(v, own_dims, names=False)
         if v not in known and (split := _biased(products, v, dims)) is not None:
             (v, dims), bias = split
             biases.append(bias)
@@ -456,17 +388,28 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         return None
     if len(shardings := shardings - {None}) > 1:
         return None
+    options = options | {"hidden_sharding": next(iter(shardings), None)}
+    result_dims = (*[(to[l],) for l in first.rows], tuple(m.columns))
+
+    def compute(read: Read) -> Sequence[Any]:
+        x = first.operand(read, *first.x)
+        kernels = {name: each.weight(read) for name, each in zip(_HIDDEN, inner)}
+        kernels |= {"down": m.weight(read)}
+        added = {n: arrange(read(v), d, [m.features]) for n, (v, d) in zip(_HIDDEN, biases)}
+        y = called(mlp, x, kernels, added, **options)
+        return [arrange(y, result_dims, m.dims).astype(m.dtype)]
+
     kernels = [each.kernel[0] for each in (*inner, m)]
     return dataclasses.replace(
         half,
-        sharding=next(iter(shardings), None),
-        biases=tuple(biases),
         reads=tuple(dict.fromkeys([first.x[0], *kernels, *[v for v, _ in biases]])),
         dead=(*half.dead, *[i.value for i in inner]),
-        served=f"GatedMLP, {half.quantization}",
-        inner=tuple(inner),
-        rows=tuple((to[l],) for l in first.rows),
+        served=f"GatedMLP, {options['quantization']}",
+        compute=compute,
     )
+
+
+_HIDDEN = "gate", "up"
 
 
 def _biased(products: Products, v: int, dims: Dims) -> Any:
@@ -492,35 +435,40 @@ def _sharding_of(program: Program, v: int) -> Any:
     return None
 
 
-def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: Any) -> Mlp | None:
-    """Returns the second half of an MLP, where a product's rows are one; None of others."""
+def _mlps(products: Products, m: Matrix, value: int, quantization: Any) -> Iterator[Site]:
+    """Yields the MLP that ends with a product, and its second half, where its rows make it one."""
     g, (hidden, dims) = products.program, m.x
     gated = None if hidden in products.made else products.activations.gated(hidden)
     if gated is None or products.has_few_rows(m):
-        return None
-    activation, gate, up = gated
+        return
+    activation, *parts = gated
     if quantization is None and g.is_within(hidden):
-        return None  # it is `gated_product` already
-    same = [g.avals[v] for v in (gate, up) if v is not None]
+        return  # it is `gated_product` already
+    parts = [v for v in parts if v is not None]
+    same = [g.avals[v] for v in parts]
     if any(a.shape != g.avals[hidden].shape or a.dtype.itemsize > 4 for a in same):
-        return None
+        return
     if any(jnp.promote_types(a.dtype, m.dtype) != m.dtype for a in same):
-        return None  # computed in more than the product's dtype
+        return  # computed in more than the product's dtype
     rows, features, columns = m.sizes
     laid_out = dims == (*[(l,) for l in m.rows], m.features)
-    kind = "gated_product" + (f", {quantization}" if quantization else "")
-    return Mlp(
+    options = m.options(quantization) | {"activation": activation}
+    options |= {"hidden_sharding": _sharding_of(g, m.given) if laid_out else None}
+
+    def compute(read: Read) -> Sequence[Any]:
+        gate, up = [*[m.operand(read, v, dims) for v in parts], None][:2]
+        operands = gate, up, m.weight(read), None
+        y = called(apply_product, *operands, out_sharding=m.sharding, **options)
+        return [m.result(y)]
+
+    half = Site(
         outs=(value,),
-        reads=tuple(v for v in (gate, up, m.kernel[0]) if v is not None),
-        dead=(hidden,) if up is not None else (),
+        reads=(*parts, m.kernel[0]),
+        dead=(hidden,) if len(parts) > 1 else (),
         what=f"mlp {rows} x {features} -> {columns}, {activation}, {m.dtype.name}",
-        served=kind,
-        matrix=m,
-        gate=gate,
-        up=up,
-        hidden_dims=dims,
-        activation=activation,
-        quantization=quantization,
-        aval=aval,
-        sharding=_sharding_of(g, m.given) if laid_out else None,
+        served="gated_product" + (f", {quantization}" if quantization else ""),
+        compute=compute,
     )
+    if quantization and (whole := _whole(products, half, m, (parts, dims), options)) is not None:
+        yield whole
+    yield half

@@ -8,7 +8,7 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from ..dense.matmul import product_p, shared
 from .calls import CALLS, inside_of
 from .closure import UNKNOWN, Origin
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
-from .sites import Site, SiteFailed, Theirs, explained, fitted
+from .sites import Read, Site, SiteFailed, Theirs, explained, fitted
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
 
@@ -402,7 +402,7 @@ class Program:
         except Exception as error:
             raise SiteFailed(site, error) from error
 
-    def _reader(self, site: Site, env: dict[int, Any]) -> Callable[[int], Any]:
+    def _reader(self, site: Site, env: dict[int, Any]) -> Read:
         """Returns how a site reads values: one that several share by a copy for each of them."""
         v = site.shares
         if v is None:

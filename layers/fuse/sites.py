@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+Read = Callable[[int], Any]
+"""Returns the array that a value is."""
+
 
 class Left(Exception):
     """Why a site stays as it is."""
@@ -56,6 +59,25 @@ def at_ends(
             value = before[0]
 
 
+def of_equations(
+    program: Any, names: Sequence[str], site_of: Callable[[Any], Any]
+) -> Iterator[Any]:
+    """Yields the sites that `site_of` finds in a program's equations of these names.
+
+    It returns None for others, and raises Left: that yields the equation's result and the reason.
+    """
+    for equation in program.equations:
+        if equation.name not in names or equation in program.shadowing:
+            continue
+        try:
+            if (site := site_of(equation)) is not None:
+                yield site
+        except Left as reason:
+            yield equation.outs[0], str(reason)
+        except jax.errors.InconclusiveDimensionOperation:
+            yield equation.outs[0], "its sizes are not known"
+
+
 @dataclasses.dataclass(eq=False)
 class Site:
     """A part of a program that something else computes.
@@ -66,6 +88,7 @@ class Site:
       dead: values that nothing may read any more once `outs` are replaced.
       what: its domain and its sizes, for the report.
       served: what computes it.
+      compute: returns the values of `outs`, given what reads a value.
       shares: the value whose gradient is added up in the products of all sites that share it.
     """
 
@@ -74,11 +97,13 @@ class Site:
     dead: tuple[int, ...]
     what: str
     served: str
+    compute: Callable[[Read], Sequence[Any]] | None = dataclasses.field(default=None, kw_only=True)
     shares: int | None = dataclasses.field(default=None, kw_only=True)
 
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+    def emit(self, read: Read) -> Sequence[Any]:
         """Returns the values of `outs`."""
-        raise NotImplementedError
+        assert self.compute is not None
+        return self.compute(read)
 
 
 def called(function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:

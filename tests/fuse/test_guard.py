@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 
 import normfuse
-from normfuse.layers.fuse import norms, program
+from normfuse.layers.fuse import program, sites
 from normfuse.layers.fuse import report as home
 
 fusing = importlib.import_module("normfuse.layers.fuse.fuse")  # its function hides the module
@@ -150,12 +150,10 @@ def test_an_exception_in_every_function(file):
     assert done or file in ("__init__.py", "model.py", "compare.py", "report.py")
 
 
-@pytest.mark.parametrize("where", ["Program.evaluate", "Program._demand", "Normed.emit", "plan"])
+@pytest.mark.parametrize("where", ["Program.evaluate", "Program._demand", "Site.emit", "plan"])
 def test_effects_happen_once(where, monkeypatch):
     """Though what replaces the function fails on the way."""
-    owner = {"Program": program.Program, "Normed": norms.Normed, "plan": fusing}[
-        where.split(".")[0]
-    ]
+    owner = {"Program": program.Program, "Site": sites.Site, "plan": fusing}[where.split(".")[0]]
     name = where.split(".")[-1]
     whole, seen, calls = getattr(owner, name), [], []
 
