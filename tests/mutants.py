@@ -580,7 +580,7 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[-1e9]",
     ),
     Mutant(
-        "layers/fuse/masks.py",
+        "layers/fuse/forms.py",
         'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
         'if name in ("and", "or") and all(map(whole, made.ins)):',
         "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",
@@ -616,7 +616,7 @@ MUTANTS = [
         "tests/fuse/test_choices.py::test_a_choice_keeps_the_product[threshold]",
     ),
     Mutant(  # a product of ours is read as no product
-        "layers/fuse/calls.py",
+        "layers/fuse/program.py",
         'return closed, "product"',
         'return closed, "border"',
         "tests/fuse/test_choices.py::test_ours_is_what_theirs_is[a loss-None]",

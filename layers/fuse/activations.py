@@ -45,14 +45,6 @@ class Polynomial:
             total[m] = c + factor * d, own + abs(factor) * e
         return Polynomial.sum_of(self.of, total)
 
-    def plus_number(self, n: float, slack: float = 0.0) -> "Polynomial":
-        return self.plus(Polynomial(self.of, (((), (n, abs(n) * slack)),)))
-
-    def times_number(self, n: float, slack: float = 0.0) -> "Polynomial":
-        size = abs(n)
-        terms = {m: (n * c, size * (e + abs(c) * slack)) for m, (c, e) in self.terms}
-        return Polynomial.sum_of(self.of, terms)
-
     def times(self, other: "Polynomial") -> "Polynomial | None":
         if len(self.terms) * len(other.terms) > 64:
             return None
@@ -82,6 +74,10 @@ _G: Monomial = ((("g", None), 1),)
 
 def variable(v: int) -> Polynomial:
     return Polynomial(v, ((_G, (1.0, 0.0)),))
+
+
+def number(of: int, n: float, slack: float = 0.0) -> Polynomial:
+    return Polynomial(of, (((), (n, abs(n) * slack)),))
 
 
 class Activations:
@@ -115,30 +111,31 @@ class Activations:
             return self.of.get(shadow)
         if name == "max" and made not in g.shadowing:
             return None  # its derivative at 0 is not that of jax.nn.relu
-        if len(made.ins) == 2 and name != "pow":
-            numbers = [g.number(v) for v in made.ins]
-            if None in numbers and numbers != [None, None]:
-                i = numbers.index(None)
-                p, n = self.polynomial(made.ins[i]), numbers[1 - i]
-                if p is None or n is None:
-                    return None
-                return _with_number(name, p, n, g.slack(made.ins[1 - i]), i == 0)
-            a, b = map(self.polynomial, made.ins)
-            if a is None or b is None or a.of != b.of:
-                return None
-            if name == "mul":
-                return a.times(b)
-            return a.plus(b, 1.0 if name == "add" else -1.0) if name in ("add", "sub") else None
-        p = self.polynomial(made.ins[0])
-        if p is None:
+        ins = made.ins[:1] if name == "pow" else made.ins
+        numbers = [g.number(v) for v in ins]
+        arrays: list[Any] = [self.polynomial(v) for v, n in zip(ins, numbers) if n is None]
+        of = {p and p.of for p in arrays}
+        if len(of) != 1 or None in of or not all(math.isfinite(n or 0) for n in numbers):
             return None
+        p, each = arrays[0], iter(arrays)
+        constant = lambda n, u: number(p.of, n, g.slack(u))
+        operands = [next(each) if n is None else constant(n, u) for n, u in zip(numbers, ins)]
+        a, b = operands[0], operands[-1]
         match name:
+            case "add" | "sub":
+                return a.plus(b, 1.0 if name == "add" else -1.0)
+            case "mul" if 0 not in numbers:
+                return a.times(b)
+            case "div" if numbers[1]:
+                return a.times(constant(1 / numbers[1], ins[1]))
+            case "max" if 0 in numbers:
+                return p.function("max0")
             case "tanh" | "logistic" | "erf":
                 return p.function(name)
             case "erfc":
-                return p.function("erf").times_number(-1.0).plus_number(1.0)
+                return number(p.of, 1.0).plus(p.function("erf"), -1.0)
             case "neg":
-                return p.times_number(-1.0)
+                return number(p.of, 0.0).plus(p, -1.0)
             case "integer_pow" | "square" | "pow":
                 power = g.number(made.ins[1]) if name == "pow" else made.params.get("y", 2)
                 square = p.times(p) if power in (2, 3) else None
@@ -178,26 +175,6 @@ class Activations:
         return v
 
 
-def _with_number(
-    name: str, p: Polynomial, n: float, slack: float, first: bool
-) -> Polynomial | None:
-    """Returns a polynomial combined with a number, which stands second if `first`."""
-    if not math.isfinite(n):
-        return None
-    match name:
-        case "add":
-            return p.plus_number(n, slack)
-        case "sub":
-            return p.plus_number(-n, slack) if first else p.times_number(-1.0).plus_number(n, slack)
-        case "mul":
-            return p.times_number(n, slack) if n else None
-        case "div" if first and n:
-            return p.times_number(1 / n, slack)
-        case "max" if n == 0:
-            return p.function("max0")
-    return None
-
-
 def _stands_for(terms: Terms | None, formula: Terms | None) -> bool:
     """Tells if a program's polynomial is a formula's, as the program's constants round it."""
     if terms is None or formula is None:
@@ -221,11 +198,11 @@ def known() -> dict[str, Terms]:
     """The polynomials of the activations that operations have names for."""
     g: Any = variable(0)
     cube = g.times(g).times(g)
-    inner = g.plus(cube, 0.044715).times_number(math.sqrt(2 / math.pi))
-    half = g.times_number(0.5)
+    inner = g.plus(cube, 0.044715).times(number(0, math.sqrt(2 / math.pi)))
+    half = g.times(number(0, 0.5))
     relu = g.function("max0")
     found = {
-        "gelu": half.plus(half.times(g.times_number(math.sqrt(0.5)).function("erf"))),
+        "gelu": half.plus(half.times(g.times(number(0, math.sqrt(0.5))).function("erf"))),
         "gelu_tanh": half.plus(half.times(inner.function("tanh"))),
         "relu": relu,
         "sigmoid": g.function("logistic"),

@@ -16,9 +16,8 @@ from ..dense import fp8, fp8_norm
 from ..norm import op as norms
 from ..quantization import norm as quantized_norm
 from ..quantization.quantize import Quantized
-from .program import Equation, Program, is_inlined
-from .report import Row
-from .sites import Read, Site, called
+from .program import Equation, Program
+from .sites import Read, Row, Site, called
 
 
 def with_codes(closed: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:
@@ -40,7 +39,7 @@ class CodedProgram(Program):
 
     def inlines(self, eqn: Any) -> bool:
         """Tells if a jitted function has norms or FP8 products; JAX has traced the others once."""
-        return is_inlined(eqn) and self._has_parts(eqn.params["jaxpr"].jaxpr)
+        return super().inlines(eqn) and self._has_parts(eqn.params["jaxpr"].jaxpr)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Returns the results; a site that fails is an error, since others read its codes."""

@@ -16,7 +16,7 @@ from jax import lax
 from ...native.jaxpr import JIT, KERNELS, REMAT, evaluate, results_of
 from .closure import is_array
 from .fuse import Quantization, Skip, check, fuse, skip_of
-from .report import Report, aligned
+from .sites import Report, aligned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,11 @@ class Known:
     @functools.cached_property
     def normal(self) -> bool:
         """False if a number is subnormal: some devices compute with 0 instead."""
-        return _is_normal(self.x)
+        if _is_integral(self.x.dtype):
+            return True
+        size = np.abs(self.x)
+        least = _FLOATS[self.x.dtype].smallest_normal
+        return bool(((size == 0) | (size >= least) | (size != size)).all())
 
     @property
     def uniform(self) -> "Known | None":
@@ -86,14 +90,6 @@ def slack(x: float, dtype: Any) -> float:
 def known(x: Any) -> Known | None:
     """Returns an array from outside as a constant."""
     return Known(x) if is_supported(x.dtype) else None
-
-
-def _is_normal(x: Any) -> Any:
-    """Tells if no number is subnormal: some devices have 0 for these."""
-    if _is_integral(x.dtype):
-        return True
-    size = np.abs(x)
-    return bool(((size == 0) | (size >= _FLOATS[x.dtype].smallest_normal) | (size != size)).all())
 
 
 def evaluated(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> Known | None:

@@ -12,16 +12,15 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
-from . import attention, dropout, indexing, losses, norms, products
+from . import attention, indexing, losses, norms, products
 from .activations import READ as ACTIVATIONS
 from .activations import Activations
 from .closure import Closure, Origin, is_array, origins_of, runs_later
 from .codes import with_codes
 from .program import Program
-from .report import Report, Row
 from .scores import RULES as SCORES
 from .scores import ScoreForms
-from .sites import Site, Theirs, explained
+from .sites import Report, Row, Site, Theirs, explained, of_equations
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Skip = str | Iterable[str] | Callable[[Row], bool]
@@ -202,9 +201,9 @@ def rewritten(
         raise failure.error from failure.error.__cause__
     except Exception as error:
         why = explained(error)
-        for each, site, _ in rows:
+        for site, _ in rows:
             if site is not None:
-                each.failed[site] = why
+                site.failed = why
         codes = [Row(_name(function), "program", "", _UNREAD + why)]
         results = jaxpr_as_fun(closed)(*arrays)
     conclude(rows, codes, function, skip, report)
@@ -249,7 +248,7 @@ def _array(y: Any, aval: Any) -> Any:
 GRADIENT = "the function takes its gradient itself: fuse the loss that you differentiate"
 
 
-Planned = list[tuple[Program, Site | None, Row]]
+Planned = list[tuple[Site | None, Row]]
 
 
 def plan(program: Program, quantization: Quantization, skip: Skip) -> Planned:
@@ -277,7 +276,7 @@ def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
     _choose(each, kept, left)
     live = each.needed(each.results, {}, each.sites)
     for site in dict.fromkeys(each.sites.values()):
-        rows.append((each, site, row_of(site)))
+        rows.append((site, row_of(site)))
     told = set()
     for value, what, why, dead in left:
         unread = why.startswith(_UNREAD)
@@ -287,7 +286,7 @@ def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
         key = dead or value, what == "product"
         if (unread or value in live or any(d in live for d in dead)) and key not in told:
             told.add(key)
-            rows.append((each, None, Row(each.line(value), what + each.within, "", why)))
+            rows.append((None, Row(each.line(value), what + each.within, "", why)))
     return rows
 
 
@@ -314,19 +313,14 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
     # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
     # its result would keep the norm's own equations alive.
     made = scores.made
-
-    def multiplied() -> Any:
-        known = products.Products(program, scores, activations, made)
-        yield from products.found(known, quantization)
-        yield from dropout.found(program, activations)
-
+    multiplied = functools.partial(products.Products, program, scores, activations, made)
     domains = {
         "norm": lambda: norms.found(parts),
         "attention": lambda: attention.found(scores),
         "loss": lambda: losses.found(scores, quantization=quantization),
-        "indexing": lambda: indexing.found(program),
-        "lookup": lambda: indexing.lookups(program),
-        "mlp": multiplied,
+        "indexing": lambda: of_equations(program, indexing.site_of, "gather", "scatter"),
+        "lookup": lambda: of_equations(program, indexing.lookup_of, "gather"),
+        "mlp": lambda: products.found(multiplied(), quantization),
     }
     made_of = {"attention": scores.made_of, "loss": scores.made_of, "norm": parts.made_of}
     for name, find in domains.items():
@@ -410,7 +404,7 @@ def _skipped(skip: Skip, row: Row) -> bool:
 
 
 def conclude(
-    planned: list[tuple[Program, Site | None, Row]],
+    planned: Planned,
     codes: list[Row],
     function: Any,
     skip: Skip,
@@ -418,9 +412,9 @@ def conclude(
 ) -> None:
     """Hands the report over, and warns where nothing was replaced."""
     rows = []
-    for each, site, row in planned:
-        if site is not None and site in each.failed:
-            row = Row(row.where, row.what, "", f"it could not be replaced: {each.failed[site]}")
+    for site, row in planned:
+        if site is not None and site.failed:
+            row = Row(row.where, row.what, "", f"it could not be replaced: {site.failed}")
         rows.append(row)
     result = Report((*rows, *codes))
     for word in () if callable(skip) else skip:

@@ -9,7 +9,7 @@ writes them onto a number, and several writes that cover an array are a stack of
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.lax import GatherScatterMode
 from .indices import Affine, affine
 from .labels import UNCHANGED
 from .program import Equation, Program
-from .sites import Left, Site, of_equations
+from .sites import Left, Site
 
 LONGEST = 64
 """How many writes, one after another, may be read as one."""
@@ -161,7 +161,7 @@ class Write:
         return functools.reduce(lax.convert_element_type, self.casts, self.grid.placed(update))
 
 
-def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -> list[Write]:
+def covering(program: Program, last: Equation) -> list[Write]:
     """Returns the writes, the last of which is given, that leave nothing of an array; else []."""
     writes: list[Write] = []
     v, casts = last.outs[0], ()
@@ -170,13 +170,14 @@ def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -
         if made.name == "convert_element_type":
             casts = (made.params["new_dtype"], *casts)
             continue
-        if made.name != "scatter" or made not in grids:
+        own = program.proved.get((grid, made))
+        if made.name != "scatter" or own is None:
             return []
-        writes.append(Write(grids[made], made.ins[2], casts))
+        writes.append(Write(own, made.ins[2], casts))
         partial = writes[0].grid.partial
         if not partial:
             return writes
-        if len(partial) != 1 or grids[made].partial != partial:
+        if len(partial) != 1 or own.partial != partial:
             return []
         (axis,), one = partial, writes[0].grid
         if len(writes) * one.count[axis] == one.shape[axis]:  # do they take turns along it?
@@ -200,12 +201,12 @@ def joined(writes: Sequence[Write], *updates: Array) -> Array:
 
 
 def written(
-    program: Program, equation: Equation, grids: Mapping[Equation, Grid]
+    program: Program, equation: Equation
 ) -> tuple[Sequence[int], str, Callable[..., Array]]:
     """Returns what is read, what serves and what computes the result of a scatter."""
     base, _, update = equation.ins
-    one, number = grids[equation], program.uniform(base)
-    if writes := covering(program, equation, grids):
+    one, number = program.proved[grid, equation], program.uniform(base)
+    if writes := covering(program, equation):
         served = "stack and reshape" if one.partial else "its update"
         return [w.update for w in writes], served, functools.partial(joined, writes)
     floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
@@ -214,33 +215,32 @@ def written(
     raise Left("it writes a part of an array")
 
 
-def found(program: Program) -> Iterator[Site | tuple[int, str]]:
-    """Yields the reads and writes at constant indices; a value and the reason where one is left."""
-    grids: dict[Equation, Grid] = {}
+def site_of(program: Program, equation: Equation) -> Site | None:
+    """Returns the read or write at constant indices that a gather or a scatter is; else None.
 
-    def site_of(equation: Equation) -> Site | None:
-        (out,), sets = equation.outs, equation.name == "scatter"
-        aval = program.avals[out]
-        if sets and equation.params["update_jaxpr"] is not None:
-            return None
-        if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            return None
-        if (one := grid(program, equation)) is None:
-            return None
-        grids[equation] = one
-        if sets:
-            reads, served, compute = written(program, equation, grids)
-        elif one.count == one.shape:
-            return None  # the whole array: XLA reads it as it is
-        else:
-            reads, compute = equation.ins[:1], lambda x: one.read(x, aval.shape)
-            served = "strided slice" if max(one.step, default=1) > 1 else "slice"
-        sizes = (" x ".join(map(str, n)) or "1" for n in (one.count, one.shape))
-        what = f"indexing {' of '.join(sizes)}, {aval.dtype.name}"
-        emit = lambda read: [compute(*map(read, reads))]
-        return Site((out,), tuple(reads), (), what, served, compute=emit)
-
-    return of_equations(program, ("gather", "scatter"), site_of)
+    Raises:
+      Left: where its indices are constants, and it stays.
+    """
+    (out,), sets = equation.outs, equation.name == "scatter"
+    aval = program.avals[out]
+    if sets and equation.params["update_jaxpr"] is not None:
+        return None
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return None
+    if (one := grid(program, equation)) is None:
+        return None
+    program.proved[grid, equation] = one
+    if sets:
+        reads, served, compute = written(program, equation)
+    elif one.count == one.shape:
+        return None  # the whole array: XLA reads it as it is
+    else:
+        reads, compute = equation.ins[:1], lambda x: one.read(x, aval.shape)
+        served = "strided slice" if max(one.step, default=1) > 1 else "slice"
+    sizes = (" x ".join(map(str, n)) or "1" for n in (one.count, one.shape))
+    what = f"indexing {' of '.join(sizes)}, {aval.dtype.name}"
+    emit = lambda read: [compute(*map(read, reads))]
+    return Site((out,), tuple(reads), (), what, served, compute=emit)
 
 
 # ---------------------------------------------------------------- lookups: rows by other indices
@@ -287,7 +287,7 @@ def _table(program: Program, v: int) -> int | None:
     return given if wide else v
 
 
-def _lookup(program: Program, equation: Equation) -> Site | None:
+def lookup_of(program: Program, equation: Equation) -> Site | None:
     """Returns the lookup that a gather is; None of others.
 
     Raises:
@@ -321,8 +321,3 @@ def _lookup(program: Program, equation: Equation) -> Site | None:
         served="rows by index: its gradient is summed in float32",
         compute=lambda read: [compute(*map(read, reads))],
     )
-
-
-def lookups(program: Program) -> Iterator[Site | tuple[int, str]]:
-    """Yields the lookups of a program; a value and the reason where one is left."""
-    return of_equations(program, ["gather"], functools.partial(_lookup, program))

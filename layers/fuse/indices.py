@@ -48,10 +48,8 @@ class Affine:
     def extremes(self, shape: Sequence[int]) -> tuple[int, int]:
         """Returns its least and its greatest value over an array's positions."""
         ends = [sorted((0, c * (n - 1))) for c, n in zip(self.coefficients, shape)]
-        return (
-            self.constant + sum(low for low, _ in ends),
-            self.constant + sum(high for _, high in ends),
-        )
+        low, high = map(sum, zip(*ends)) if ends else (0, 0)
+        return self.constant + low, self.constant + high
 
 
 def affine(program: Program, v: int, depth: int = DEEPEST) -> Affine | None:

@@ -122,10 +122,9 @@ def moved(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]) -> 
     if made.name == "transpose":
         return tuple(dims[i] for i in p["permutation"])
     if made.name == "broadcast_in_dim":
-        at = {j: (i, given[i]) for i, j in enumerate(map(int, p["broadcast_dimensions"]))}
-        new = fresh(shape, free=True)
-        kept = [j in at and at[j][1] == n for j, n in enumerate(shape)]
-        return tuple([dims[at[j][0]] if same else new[j] for j, same in enumerate(kept)])
+        at = dict(zip(map(int, p["broadcast_dimensions"]), range(len(dims))))
+        at = {j: dims[i] for j, i in at.items() if given[i] == shape[j]}
+        return tuple([at[j] if j in at else fresh([n], free=True)[0] for j, n in enumerate(shape)])
     return _regrouped(made, dims, shape)
 
 

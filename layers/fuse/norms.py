@@ -18,19 +18,7 @@ import jax.numpy as jnp
 
 from ..norm import layer_norm, op, rms_norm
 from .constants import ARITHMETIC
-from .labels import (
-    Dims,
-    Label,
-    arrange,
-    atoms,
-    expand,
-    expanded,
-    fresh,
-    meet,
-    moved,
-    moved_back,
-    shape_of,
-)
+from .labels import Dims, arrange, atoms, expand, expanded, fresh, meet, moved, moved_back, shape_of
 from .program import Equation, Program
 from .sites import Left, Read, Site, at_ends, called
 
@@ -62,7 +50,7 @@ class Part:
     dims: Dims
     kind: str = "x"
     centred: bool = False
-    axis: frozenset[Label] = frozenset()
+    axis: frozenset[Any] = frozenset()
     a: float = 1.0
     b: float = 0.0
     p: float = 1.0
@@ -74,7 +62,7 @@ class Part:
     value: int = -1  # the sum behind a stat
 
     @property
-    def along(self) -> frozenset[Label]:
+    def along(self) -> frozenset[Any]:
         return frozenset(expand(self.axis))
 
 
@@ -214,14 +202,12 @@ def _times(a: Part, n: float, slack: float) -> Part | None:
     if not math.isfinite(n) or n <= 0:
         return None
     slack += a.slack
-    if a.kind == "stat" and a.p == 1:
+    if a.kind in ("sum", "square of sum", "square") or a.kind == "stat" and a.p == 1:
         return replace(a, a=a.a * n, b=a.b * n, slack=slack)
     if a.kind == "norm" and a.scale is None and a.bias is None and a.stat and a.stat.p == -0.5:
         slack = a.stat.slack + 2 * (slack - a.slack)
         stat = replace(a.stat, a=a.stat.a / (n * n), b=a.stat.b / (n * n), slack=slack)
         return replace(a, stat=stat)
-    if a.kind in ("sum", "square of sum", "square"):
-        return replace(a, a=a.a * n, b=a.b * n, slack=slack)
     return None
 
 
@@ -315,9 +301,9 @@ def _sum(g: Norms, made: Equation, a: Part | None) -> Part | None:
     if a is None or a.kind not in ("x", "square"):
         return None
     axes = tuple(map(int, made.params["axes"]))
-    axis = frozenset(atoms(a.dims[i] for i in axes))
-    dims = tuple(d for i, d in enumerate(a.dims) if i not in axes)
-    if not axis or any(l.free for l in axis):
+    axis = frozenset(atoms([a.dims[i] for i in axes]))
+    dims = tuple([d for i, d in enumerate(a.dims) if i not in axes])
+    if not axis or any([l.free for l in axis]):
         return None
     if a.kind == "x":
         return None if a.centred else replace(a, kind="sum", axis=axis, dims=dims)
@@ -363,9 +349,9 @@ def _scaled_by_product(g: Norms, made: Equation, batch: Any, *parts: Part | None
 def _layout(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
     if a is None:
         return None
-    given, out = (g.program.avals[v] for v in (made.ins[0], made.outs[0]))
+    given, out = g.program.avals[made.ins[0]], g.program.avals[made.outs[0]]
     dims = moved(made, a.dims, given.shape, out.shape)
-    if dims is None or any(l.free for l in atoms(dims)) and a.kind in ("x", "norm"):
+    if dims is None or a.kind in ("x", "norm") and any([l.free for l in atoms(dims)]):
         return None
     return replace(a, dims=dims)
 

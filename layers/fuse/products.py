@@ -7,35 +7,28 @@ computes the hidden array again in the backward.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ...native.implementation import choose
 from ..core.sharding import whole
 from ..dense.dense import apply
+from ..dense.epilogue import finish, finish_natively, scalar_of
 from ..dense.gated import apply_product, mlp
 from ..dense.matmul import kernel_p
 from ..quantization.quantize import fits
 from .activations import Activations
 from .choices import chosen
-from .labels import (
-    UNCHANGED,
-    Dims,
-    Label,
-    arrange,
-    atoms,
-    expand,
-    expanded,
-    fresh,
-    moved_back,
-    size,
-)
+from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
 from .program import Equation, Program
 from .scores import ScoreForms
-from .sites import Left, Read, Site, called
+from .sites import Left, Read, Site, called, of_equations
 
 FEW = 16
 """Products of fewer rows than these, or of a sixteenth of the rows that others have, are not
@@ -239,7 +232,7 @@ class Products:
             if back is None:
                 break
             v, dims = source, tuple(back)
-        return v, expanded(dims)
+        return v, tuple(map(expand, dims))
 
     def unquantized(self, m: Matrix) -> str:
         """Returns why a product is not computed in FP8, or ""."""
@@ -301,7 +294,10 @@ def _narrowed(g: Program, m: Matrix) -> int:
 
 
 def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, str]]:
-    """Yields the sites of MLPs and FP8 products; a value and the reason where one is left."""
+    """Yields the sites of MLPs and FP8 products; a value and the reason where one is left.
+
+    A gated activation that dropout follows is a site, too.
+    """
     g = products.program
     if quantization is not None:
         yield from products.left
@@ -319,6 +315,7 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
         except Left as reason:
             if quantization is not None:
                 yield m.value, str(reason)
+    yield from of_equations(g, functools.partial(_dropped, products.activations), "select_n")
 
 
 def _dense(g: Program, m: Matrix, value: int, quantization: Any) -> Site:
@@ -472,3 +469,58 @@ def _mlps(products: Products, m: Matrix, value: int, quantization: Any) -> Itera
     if quantization and (whole := _whole(products, half, m, (parts, dims), options)) is not None:
         yield whole
     yield half
+
+
+# ---------------------------------------------------------------- before dropout
+# No product can take a gated activation that dropout follows. Alone, `activation(gate) · up` is one
+# pass each way, and keeps gate and up for its backward in place of what each equation's derivative
+# reads.
+
+
+def gated(gate: Array, up: Array | None = None, *, activation: str, dtype: Any) -> Array:
+    """Returns activation(gate) · up, computed in float32 and rounded once."""
+    serve = {"xla": lambda strict: finish(gate, None, activation, dtype, up)}
+    if scalar_of(activation) is not None:
+        serve["native"] = lambda strict: finish_natively(
+            "gated_product", gate, up, None, activation, dtype, strict=strict
+        )
+    return choose("gated_product", None, serve)
+
+
+def _source(program: Program, v: int) -> int:
+    """Goes back from what dropout selects to what it scales."""
+    while (made := program.maker.get(v)) is not None:
+        scaled = made.name in ("mul", "div") and program.number(made.ins[1]) is not None
+        floats = made.ins and jnp.issubdtype(program.avals[made.ins[0]].dtype, jnp.floating)
+        if not scaled and not (made.name == "convert_element_type" and floats):
+            break
+        v = made.ins[0]
+    return v
+
+
+def _dropped(activations: Activations, program: Program, equation: Equation) -> Site | None:
+    pred, no, *yes = equation.ins
+    if len(yes) != 1 or program.number(no) != 0:
+        return None
+    hidden = _source(program, yes[0])
+    if (parts := activations.gated(hidden)) is None or not program.is_random(pred):
+        return None
+    activation, *reads = parts
+    reads, out = tuple(v for v in reads if v is not None), program.avals[hidden]
+    given = [program.avals[v] for v in reads]
+    if out.ndim < 2 or out.dtype.itemsize > 4:
+        return None
+    if any(a.shape != out.shape or a.dtype != out.dtype for a in given):
+        return None
+    rows = out.size // out.shape[-1]
+    compute = lambda read: [
+        called(gated, *map(read, reads), activation=activation, dtype=out.dtype)
+    ]
+    return Site(
+        outs=(hidden,),
+        reads=reads,
+        dead=(),
+        what=f"mlp {rows} x {out.shape[-1]}, {activation}, {out.dtype.name}",
+        served="activation(gate) · up alone: dropout comes before the product",
+        compute=compute,
+    )

@@ -19,12 +19,13 @@ from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImp
 
 from ...native import jax_private
 from ...native.jaxpr import JIT, REMAT, line_of, rebuilt, results_of
+from ..dense import epilogue
 from ..dense.matmul import product_p, shared
-from .calls import CALLS, inside_of
 from .closure import UNKNOWN, Origin
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
 from .sites import Read, Site, SiteFailed, Theirs, explained, fitted
 
+CALLS = "custom_jvp_call", "custom_vjp_call", epilogue.forward.primitive.name
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
 
 
@@ -84,7 +85,6 @@ class Program:
         self.outer: Program | None = None  # whose equation this is a body of
         self.chosen: Mapping[int, str] | None = None  # by `choices`, once it is asked
         self.sites: dict[int, Site] = {}
-        self.failed: dict[Site, str] = {}
         # Equations within calls are read, not evaluated: `shadowing`. What makes a call's result
         # within is its shadow where the derivatives are equal but for rounding.
         self.shadows: dict[int, int] = {}
@@ -92,7 +92,7 @@ class Program:
         self._shadow = 0  # the call that is read now, from 1; 0 for none
         self._consts: dict[int, Any] = {}
         self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
-        self.proved: dict[Any, Any] = {}  # answers of `indices` about values
+        self.proved: dict[Any, Any] = {}  # what `indices` and `indexing` know
         self._same: dict[Any, Any] = {}
         self.inputs = [self._new(v.aval) for v in jaxpr.invars]
         self.origins = {v: o for v, o in zip(self.inputs, origins) if o is not None}
@@ -110,8 +110,9 @@ class Program:
     # ---------------------------------------------------------------- reading
 
     def inlines(self, eqn: Any) -> bool:
-        """Tells if a jitted function is taken apart."""
-        return is_inlined(eqn)
+        """Tells if a jitted function may be taken apart, and evaluated as a part of its caller."""
+        given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+        return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 
     def _new(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -180,8 +181,11 @@ class Program:
         arguments = frozenset().union(*[self.made_of.get(v, ()) for v in ins])
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
-        if ins and len(equation.outs) == 1 and None not in map(self.uniform, ins):
-            self._uniform[equation.outs[0]] = self._uniform_of(equation)
+        numbers = [self.uniform(v) for v in ins]
+        if ins and len(equation.outs) == 1 and None not in numbers:
+            out, size = self.avals[equation.outs[0]], self.avals[ins[0]].size
+            number = uniform(name, params, out, numbers, size) if out.size else None
+            self._uniform[equation.outs[0]] = number
         if name in RULES and self._consts.keys() >= {*ins}:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
         if kind == "product":
@@ -281,7 +285,7 @@ class Program:
             v = made.ins[0]
             dtypes.append(self.avals[v].dtype)
         x = self.number(v)
-        return max(slack(x, dtype) for dtype in dtypes) if x else 0.0
+        return max([slack(x, dtype) for dtype in dtypes]) if x else 0.0
 
     def uniform(self, v: int) -> Known | None:
         """The number that all elements of a constant are, in its dtype; None for others."""
@@ -296,15 +300,6 @@ class Program:
         found = self.uniform(v)
         x = None if found is None else float(found.x)
         return x if found is not None and x == found.x.item() else None
-
-    def _uniform_of(self, equation: Equation) -> Known | None:
-        """The number that all elements of a result are, where the operands are such; else None."""
-        out = self.avals[equation.outs[0]]
-        if not out.size:
-            return None
-        operands = [self._uniform.get(v) for v in equation.ins]
-        size = self.avals[equation.ins[0]].size if equation.ins else 0
-        return uniform(equation.name, equation.params, out, operands, size)
 
     def made(self, v: int) -> tuple[Any, str]:
         """Returns the equation that makes a value, and its name; (None, "") of operands."""
@@ -351,7 +346,7 @@ class Program:
             try:
                 return self.evaluate(env, self.results, self.sites, done)
             except SiteFailed as failure:  # the user's own equations compute it
-                self.failed[failure.site] = explained(failure.error)
+                failure.site.failed = explained(failure.error)
                 for v in failure.site.outs:
                     self.sites.pop(v, None)
 
@@ -423,16 +418,13 @@ class Program:
     def _bind(self, equation: Equation, given: list[Any]) -> list[Any]:
         with self._around(equation):
             bodies = self.bodies.get(equation, {})
-            if runs := {at: body.run for at, body in bodies.items() if body.has_sites()}:
+            replaced = lambda body: any(each.sites for each in body.all_programs())
+            if runs := {at: body.run for at, body in bodies.items() if replaced(body)}:
                 return rebuilt(equation.eqn, given, runs)
             try:
                 return results_of(equation.eqn, given)
             except Exception as error:
                 raise Theirs(error) from error
-
-    def has_sites(self) -> bool:
-        """Tells if anything is replaced in it."""
-        return any(program.sites for program in self.all_programs())
 
     def all_programs(self) -> Iterator["Program"]:
         """Yields this program and those of all bodies within it."""
@@ -456,6 +448,11 @@ class Program:
                 stack += made.ins
         return False
 
+    def is_random(self, v: int) -> bool:
+        """Tells if a value is made of random numbers."""
+        random = [out for each in self.equations if each.name in _RANDOM for out in each.outs]
+        return bool(random) and self.depends(v, random)
+
     def line(self, v: int) -> str:
         """Returns the named scopes and the user's line of what makes a value."""
         if (made := self.maker.get(v)) is None:
@@ -467,6 +464,75 @@ class Program:
         return f"{equation.params.get('name') or equation.name} at {line_of(equation.eqn)}"
 
 
+# ---------------------------------------------------------------- calls with own derivatives
+
+
+def inside_of(eqn: Any) -> tuple[Any, str]:
+    """Returns the program within a call that has its own derivative, or None, and what it says.
+
+    "product": one of ours, whose last equation is a `dot_general`. That is added as another maker
+    of the call's own result, so that whatever reads products takes it for any other.
+    "same": a function of JAX, or an activation of ours, whose derivative is the equations'.
+    "border": a user's, whose derivative is its own. Nothing is replaced in it, but what reads its
+    operands within, such as the softmax of logits, is known.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    ours = name == epilogue.forward.primitive.name
+    avals = tuple(v.aval for v in eqn.invars)
+    closed = _defined(params["spec"], avals) if ours else params.get("call_jaxpr")
+    if eqn.effects or closed is None or len(closed.jaxpr.invars) != len(avals):
+        return None, ""
+    eqns = closed.jaxpr.eqns
+    if ours:
+        return closed, "same"
+    names = {inner.primitive.name for inner in eqns}
+    if product_p.name in names and eqns[-1].primitive.name == "dot_general":
+        return closed, "product"
+    if any(name.startswith("normfuse_") for name in names):
+        return None, ""
+    own = name == "custom_jvp_call" and is_jaxs_own(eqn)
+    return closed, "same" if own else "border"
+
+
+@functools.lru_cache(maxsize=256)
+def _defined(spec: Any, avals: tuple[Any, ...]) -> Any:
+    """Returns the definition of an activation of ours; None on Explicit axes."""
+    if any(aval.sharding.mesh.explicit_axes for aval in avals):
+        return None
+    return jax.make_jaxpr(functools.partial(epilogue.define_forward, spec))(*avals)
+
+
+def is_jaxs_own(eqn: Any) -> bool:
+    """Tells if a function with a derivative of its own is one that JAX has, such as `softmax`.
+
+    Names prove nothing: its program and that of its derivative have to be equal to JAX's. Then its
+    equations say what it is, and their derivative is its derivative but for rounding.
+    """
+    avals = [v.aval for v in eqn.invars]
+    if len(eqn.outvars) != 1 or not avals or not jnp.issubdtype(avals[0].dtype, jnp.floating):
+        return False
+    bind = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+
+    def text(function: Any) -> str:
+        x = jax.ShapeDtypeStruct(avals[0].shape, avals[0].dtype)
+        others = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[1:]]
+        both = lambda x, dx, *more: jax.jvp(lambda x: function(x, *more), (x,), (dx,))
+        try:
+            return str(jax.make_jaxpr(both)(x, x, *others))
+        except Exception:  # it takes other operands
+            return ""
+
+    candidates = [jax.nn.relu] if len(avals) == 1 else []
+    body = eqn.params["call_jaxpr"].jaxpr
+    axes = [e.params["axes"] for e in body.eqns if "axes" in e.params]
+    if axes:
+        axis = tuple(map(int, axes[0]))
+        candidates += [lambda x, *more: jax.nn.softmax(x, axis, *more)]
+        candidates += [lambda x, *more: jax.nn.softmax(x, axis[0], *more)]
+    theirs = text(bind)
+    return bool(theirs) and theirs in map(text, candidates)
+
+
 # ---------------------------------------------------------------- equations
 
 _PEELED = frozenset(
@@ -474,6 +540,7 @@ _PEELED = frozenset(
     "pcast pvary reduce_precision reshape sharding_constraint slice squeeze stop_gradient "
     "transpose".split()
 )
+_RANDOM = "random_bits", "rng_bit_generator", "threefry2x32"
 _WITH_BODIES = ("while", "scan", "cond", "shard_map", *JIT, *REMAT)
 _BROADCASTING = frozenset(
     "add add_any and atan2 complex div eq ge gt le lt max min mul ne nextafter or pow rem "
@@ -481,12 +548,6 @@ _BROADCASTING = frozenset(
 )
 _OF_OUR_PRODUCTS = product_p.name, "reshard"  # around their operands; operations gather kernels
 _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
-
-
-def is_inlined(eqn: Any) -> bool:
-    """Tells if this is a jitted function that may be evaluated as a part of what calls it."""
-    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 
 
 def inner_programs(

@@ -72,8 +72,9 @@ def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Ro
       applied: the masks that it applies.
     """
     out = forms.program.avals[made.outs[0]]
-    if made.name == "custom_jvp_call":
-        return _of_call(forms, made)
+    if made.name == "custom_jvp_call":  # JAX's own softmax y; its derivative: y · (dx - Σ y · dx)
+        row, below = forms.rows[forms.program.shadows[made.outs[0]]], forms.rows.get(made.ins[0])
+        return MIXED if below is None else replace(row, back=_times(below.back, row.value))
     if made.name == "dot_general" and form.mixed is None:
         return Row()
     masks, rows = keys(form), []
@@ -82,10 +83,13 @@ def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Ro
     for v, own in zip(made.ins, of, strict=True):
         number = forms.program.number(v)
         if own is None:
-            rows.append(Row("finite" if number is None else np.asarray(number, out.dtype)))
+            row = Row("finite" if number is None else np.asarray(number, out.dtype))
         else:
             # Rows that see nothing by the result's masks see nothing by more masks, too.
-            rows.append(_within(forms.rows[v], keys(own), masks if not applied else keys(own)))
+            row, hidden = forms.rows[v], keys(own)
+            if not applied and not hidden >= masks:
+                row = replace(row, value="mixed" if hidden else "finite", each=False)
+        rows.append(row)
     own = [f is not None for f in of]
     with np.errstate(all="ignore"):
         if applied:
@@ -93,7 +97,11 @@ def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Ro
             before = keys(forms.of[made.ins[i]])
             if made.name in ("add", "sub"):
                 first, *more = form.base.masks
-                return MIXED if before or more else _shifted(rows[i], first.fill, out.dtype)
+                if before or more or rows[i].kind != "finite":
+                    return MIXED
+                shifted = abs(first.fill) < ABSORBING
+                fill = "shifted" if shifted else np.asarray(first.fill, out.dtype)
+                return replace(rows[i], value=fill)
             return _masked(made, rows, i, before, applied, out.dtype)
         if made.name in _LAYOUT:
             row = rows[1 - form.mixed.side if made.name == "dot_general" else 0]
@@ -106,18 +114,6 @@ def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Ro
             back = (row.back[NAN],) * 3 if bad else row.back
             return Row(value, row.each and not made.name.startswith("reduce"), back)
         return _elementwise(made, rows, own, bool(masks), out.dtype)
-
-
-def _within(row: Row, own: frozenset[Any], masks: frozenset[Any]) -> Row:
-    if own >= masks:
-        return row
-    return replace(row, value="mixed" if own else "finite", each=False)
-
-
-def _of_call(forms: Any, made: Equation) -> Row:
-    """JAX's own softmax y: its derivative is y · (dx - Σ y · dx)."""
-    row, below = forms.rows[forms.program.shadows[made.outs[0]]], forms.rows.get(made.ins[0])
-    return MIXED if below is None else replace(row, back=_times(below.back, row.value))
 
 
 def _masked(
@@ -142,12 +138,6 @@ def _masked(
         if not (same and (row.each or applied <= before)):
             value = "mixed"
     return Row(value, selected or row.each or not before, back)
-
-
-def _shifted(row: Row, number: float, dtype: Any) -> Row:
-    """Scores without a mask before, with a number added where they are masked."""
-    value = "shifted" if abs(number) < ABSORBING else np.asarray(number, dtype)
-    return replace(row, value=value) if row.kind == "finite" else MIXED
 
 
 def _is_bad(value: Any) -> bool:

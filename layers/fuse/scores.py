@@ -18,21 +18,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from . import masks
-from .forms import MAXIMA, Form, Mixed, Scores, Term, plus, scaled
+from .forms import MAXIMA, Form, Mixed, Scores, Term, biased, one_hot, plus, scaled, select, times
 from .indices import counted, is_zero
-from .labels import (
-    Dims,
-    Label,
-    atoms,
-    expand,
-    expanded,
-    fresh,
-    meet,
-    moved,
-    moved_back,
-    shape_of,
-)
+from .labels import Dims, Label, atoms, expand, expanded, fresh, meet, moved, moved_back, shape_of
 from .program import Equation, Program
 from .rows import Row, row_of
 from .sites import Left, Site, at_ends
@@ -82,7 +70,7 @@ class ScoreForms:
           narrowest dtype on the way.
         """
         g, factor, dtype = self.program, 1.0, self.program.avals[v].dtype
-        dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
+        dims = tuple([d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True)])
         while (made := g.maker.get(v)) is not None and made.ins:
             if v in self.made or (form := self.of.get(v)) is not None and form.is_attention:
                 break  # it is replaced as it is
@@ -110,7 +98,7 @@ class ScoreForms:
 
 def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
     avals = [g.program.avals[v] for v in made.ins]
-    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in avals):
+    if not all([jnp.issubdtype(a.dtype, jnp.floating) for a in avals]):
         return None
     contract, batch = made.params["dimension_numbers"]
     side = next((i for i, f in enumerate(forms) if f and f.soft), None)
@@ -126,7 +114,7 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
             return None
     pairs = zip((*contract[first], *batch[first]), (*contract[1 - first], *batch[1 - first]))
     to = {b: dims[first][a] for a, b in pairs}
-    dims[1 - first] = tuple(to.get(i, d) for i, d in enumerate(dims[1 - first]))
+    dims[1 - first] = tuple([to.get(i, d) for i, d in enumerate(dims[1 - first])])
     g.sides[made] = dims
     rest = [d for j in (0, 1) for i, d in enumerate(dims[j]) if i not in (*contract[j], *batch[j])]
     out = (*[dims[0][i] for i in batch[0]], *rest)
@@ -153,7 +141,7 @@ def _picked(g: ScoreForms, made: Equation, forms: Any) -> Form | None:
         inner = g.program.maker.get(pred)
         if inner is None or inner.name != "convert_element_type":
             continue
-        hot = masks.one_hot(g, replace(form, dims=dims), inner.ins[0], at)
+        hot = one_hot(g, replace(form, dims=dims), inner.ins[0], at)
         axis = frozenset(expand(form.dims[own[0]]))
         if hot is None or hot.hot[1] != axis or any(t.axis != axis for t, _ in form.terms):
             continue
@@ -167,7 +155,7 @@ def _layout(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form |
     """Rules of what changes an array's dimensions or its dtype, or nothing."""
     if form is None:
         return None
-    given, out = (g.program.avals[v] for v in (made.ins[0], made.outs[0]))
+    given, out = g.program.avals[made.ins[0]], g.program.avals[made.outs[0]]
     if made.name in ("name", "sharding_constraint"):
         # On a result they say what becomes of an array that is made still.
         return None if form.is_attention or form.is_loss else form
@@ -220,11 +208,11 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
             if number == 1 and not first and sign < 0 and form.exp and not form.along:
                 return replace(form, terms=plus(frozenset(), form.terms, -1.0))
             if number is None and made.name == "mul":
-                return masks.multiplied(g, form, other)
+                return times(g, form, other)
         elif number == 0 and (first or sign > 0):
             return form
         elif not form.exp and form.along == 1 and not form.terms and not form.hot:
-            return masks.biased(g, form, other, sign) if first or sign > 0 else None
+            return biased(g, form, other, sign) if first or sign > 0 else None
         elif number == 0 and not first:
             return scaled(form, -1.0)
     return None
@@ -236,12 +224,12 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
     if form is None or form.mixed:
         return None
     axes = tuple(map(int, made.params["axes"]))
-    axis = frozenset(atoms(form.dims[i] for i in axes))
-    dims = tuple(d for i, d in enumerate(form.dims) if i not in axes)
+    axis = frozenset(atoms([form.dims[i] for i in axes]))
+    dims = tuple([d for i, d in enumerate(form.dims) if i not in axes])
     new = functools.partial(replace, form, dims=dims)
     if not axis:
         return new()
-    if any(l.free for l in axis):
+    if any([l.free for l in axis]):
         return None
     same = all(t.axis == axis for t, _ in form.terms)
     if made.name == "reduce_max":
@@ -400,7 +388,7 @@ def _maximum(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
 RULES = {
     "custom_jvp_call": _call,
     "dot_general": _dot,
-    "select_n": masks.select,
+    "select_n": select,
     "gather": _gather,
     "max": _maximum,
 }

@@ -1,8 +1,10 @@
-"""Sites: parts of a program that something else computes, and why others stay."""
+"""Sites: parts of a program that something else computes, why others stay, and the report."""
 
+import collections
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,9 +61,7 @@ def at_ends(
             value = before[0]
 
 
-def of_equations(
-    program: Any, names: Sequence[str], site_of: Callable[[Any], Any]
-) -> Iterator[Any]:
+def of_equations(program: Any, site_of: Callable[[Any, Any], Any], *names: str) -> Iterator[Any]:
     """Yields the sites that `site_of` finds in a program's equations of these names.
 
     It returns None for others, and raises Left: that yields the equation's result and the reason.
@@ -70,7 +70,7 @@ def of_equations(
         if equation.name not in names or equation in program.shadowing:
             continue
         try:
-            if (site := site_of(equation)) is not None:
+            if (site := site_of(program, equation)) is not None:
                 yield site
         except Left as reason:
             yield equation.outs[0], str(reason)
@@ -89,6 +89,7 @@ class Site:
       what: its domain and its sizes, for the report.
       served: what computes it.
       compute: returns the values of `outs`, given what reads a value.
+      failed: why it could not be computed, or "".
       shares: the value whose gradient is added up in the products of all sites that share it.
     """
 
@@ -99,6 +100,7 @@ class Site:
     served: str
     compute: Callable[[Read], Sequence[Any]] | None = dataclasses.field(default=None, kw_only=True)
     shares: int | None = dataclasses.field(default=None, kw_only=True)
+    failed: str = dataclasses.field(default="", init=False)
 
     def emit(self, read: Read) -> Sequence[Any]:
         """Returns the values of `outs`."""
@@ -164,3 +166,70 @@ def explained(error: Exception) -> str:
         if isinstance(error, Left) and text
         else f"{type(error).__name__}: {text[0][:160] if text else ''}"
     )
+
+
+# ---------------------------------------------------------------- the report
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The fate of one part of a function's program.
+
+    Attributes:
+      where: its named scopes, and the line of the user's code that made it.
+      what: its domain ("attention", "loss", "norm", "mlp", "product", "indexing", "lookup", "codes"
+        of norms for FP8 products) and sizes.
+      served: what computes it; "" where it stays as it was.
+      reason: why it stays; else "".
+    """
+
+    where: str
+    what: str
+    served: str = ""
+    reason: str = ""
+
+    @property
+    def domain(self) -> str:
+        """The kind of site: attention, norm, mlp and so on."""
+        return self.what.split()[0].rstrip(",")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that `fuse` did with a function; its printed form is a table, equal sites in one row.
+
+    Attributes:
+      rows: one for each site.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def fused(self) -> tuple[Row, ...]:
+        """The sites that something else computes now."""
+        return tuple(row for row in self.rows if row.served)
+
+    @property
+    def left(self) -> tuple[Row, ...]:
+        """The sites that stay as they were."""
+        return tuple(row for row in self.rows if not row.served)
+
+    def __str__(self) -> str:
+        layers = re.compile(r"\d+(?=/)|(?<=_)\d+(?=/| )")  # numbers in scopes, not of lines
+        merged = collections.Counter(
+            dataclasses.replace(row, where=layers.sub("*", row.where)) for row in self.rows
+        )
+        table = [("where", "what", "served by, or why not")]
+        for row, count in merged.items():
+            where = f"{row.where} ({count})" if count > 1 else row.where
+            table.append((where, row.what, row.served or f"not: {row.reason}"))
+        found = collections.Counter(row.domain for row in self.fused)
+        total = collections.Counter(row.domain for row in self.rows)
+        counts = [f"{found[d]} of {n} {d}" for d, n in total.items()]
+        return "\n".join([*aligned(table), ", ".join(counts) or "nothing was found"])
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table whose columns begin one below the other."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
