@@ -24,12 +24,12 @@ from ..core.arguments import (
     floating_dtype,
     integer,
 )
-from ..core.op import Op, batch_at, match, reshard_like
+from ..core.op import Op, match, reshard_like
 from ..core.sharding import axes_of, whole, without
 from ..dense.matmul import asked, equally_varying, with_main_gradient
 from . import op as ops
 from .op import Spec
-from .softmax import Softmax, lse_of
+from .softmax import Softmax, entropies, lse_of
 
 _OP = "linear_cross_entropy"
 # softcap · tanh(z / softcap) loses logits of less than softcap · 1e-38, float32's least, and with a
@@ -52,6 +52,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     with_lse: bool = False,
+    with_entropy: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     logits_dtype: jax.typing.DTypeLike | None = None,
     quantization: Quantization = None,
@@ -92,6 +93,8 @@ def linear_cross_entropy(
       reduction: "mean", the sum of the losses divided by the sum of the weights of labels that are
         not ignored (0 if no row has a weight), "sum", or "none" for a loss a row.
       with_lse: also return `lse`, of every row; it is differentiable.
+      with_entropy: also return every row's entropy, -Σ_j p_j · log p_j with p = exp(c - lse); it is
+        differentiable. Gradients are computed in the backward then, as with `"none"`.
       dtype: the dtype of the products' operands; None: x's.
       logits_dtype: the dtype that the product rounds logits to, `dtype` or a wider one. None:
         `dtype`, but float32 for float16, in which logits beyond 65504 are infinite.
@@ -104,9 +107,9 @@ def linear_cross_entropy(
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
 
     Returns:
-      The loss, float32 (float64 for float64): a scalar, or `(*rows)` for "none". With `with_lse` a
-      pair with the log-sum-exps, `(*rows)`. A second derivative is that of plain JAX, with the
-      logits in memory.
+      The loss, float32 (float64 for float64): a scalar, or `(*rows)` for "none". With `with_lse` or
+      `with_entropy` a tuple with these, `(*rows)`. A second derivative is that of plain JAX, with
+      the logits in memory.
 
     Raises:
       TypeError: for operands that are not floating, labels that are not integers, weights that are
@@ -138,6 +141,7 @@ def linear_cross_entropy(
         raise ValueError(f"{_OP}: reduction must be one of {listed}, got {reduction!r}")
     _check_shapes(x, kernel, contract)
     with_lse = flag(_OP, "with_lse", with_lse)
+    with_entropy = flag(_OP, "with_entropy", with_entropy)
     labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
     weights = _checked_weights(x, weights)
     bias = _checked_bias(bias, kernel.shape[1 - contract])
@@ -151,6 +155,7 @@ def linear_cross_entropy(
             dtype=dtype,
             smoothing=smoothing,
             share=smoothing / kernel.shape[1 - contract],
+            entropy=with_entropy,
         ),
         contract=contract,
         logits=_logits_dtype(logits_dtype, dtype),
@@ -401,10 +406,6 @@ def _reduced(
 ) -> Any:
     counted = None if weights is None else jnp.where(mask == 0, 0, weights)
     factors = mask if counted is None else counted * mask  # NaN where the label is wrong
-    if reduction == "none":
-        lse, cost = statistics(Loss(spec, order), x, labels, *parameters)
-        each = factors * _loss(spec, lse, cost, factors)
-        return (each, lse) if with_lse else each
     scale = jnp.ones((), mask.dtype)
     if reduction == "mean":
         if counted is not None:
@@ -413,9 +414,18 @@ def _reduced(
             # Without ignored labels the devices need not count them.
             count = mask.size if ignore is None else jnp.sum(mask != 0)
             scale = 1 / jnp.maximum(count, 1).astype(mask.dtype)
-    loss = Loss(spec, order, with_lse)
-    results = reduced(loss, x, labels, factors, scale, *parameters)
-    return tuple(results) if with_lse else results[0]
+    if reduction == "none" or spec.softmax.entropy:
+        lse, cost, *entropy = statistics(Loss(spec, order), x, labels, *parameters)
+        each = factors * _loss(spec, lse, cost, factors)
+        loss = each if reduction == "none" else jnp.sum(each) * scale
+        results = [loss, *[lse] * with_lse, *entropy]
+    else:
+        # The mean's divisor is part of the gradients, except in float16: they would be too small.
+        folded = x.dtype != jnp.float16
+        loss = Loss(spec, order, with_lse)
+        results = reduced(loss, x, labels, factors * scale if folded else factors, *parameters)
+        results = results if folded else [results[0] * scale, *results[1:]]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _sum_of_weights(weights: Array) -> Array:
@@ -436,42 +446,37 @@ def _loss(spec: Spec, lse: Array, cost: Array, factors: Array) -> Array:
     return formula(*(jnp.where(unused, 0, value) for value in (lse, cost)))
 
 
-def _lse_and_cost(most: Array, total: Array, picked: Array) -> list[Array]:
-    """Returns lse, and lse - picked without lse's rounding, which may be larger than that."""
-    return [lse_of(most, total), (most - picked) + jnp.log(total)]
-
-
-def _total(factors: Array, each: Array, first: int = 0) -> Array:
-    """Returns the sum over all dimensions from `first` on."""
-    return jnp.sum(factors * each, axis=tuple(range(first, factors.ndim)))
+def _of_rows(most: Array, total: Array, picked: Array, *spread: Array) -> list[Array]:
+    """Returns lse, lse - picked without lse's rounding, which may be larger, and entropies."""
+    return [lse_of(most, total), (most - picked) + jnp.log(total), *entropies(total, *spread)]
 
 
 def define_statistics(loss: Loss, x: Array, labels: Array, *parameters: Array) -> list[Array]:
-    """`(x, labels, kernel[, main][, bias]) -> (lse, lse - picked)`."""
+    """`(x, labels, kernel[, main][, bias]) -> (lse, lse - picked[, entropy])`."""
     w, bias = _as_read(loss.spec, x, *parameters)
-    return _lse_and_cost(*ops.statistics(loss.spec, x, w, labels, *bias, order=loss.order))
+    return _of_rows(*ops.statistics(loss.spec, x, w, labels, *bias, order=loss.order))
 
 
 def define_reduced(
-    loss: Loss, x: Array, labels: Array, factors: Array, scale: Array, *parameters: Array
+    loss: Loss, x: Array, labels: Array, factors: Array, *parameters: Array
 ) -> list[Array]:
-    """`(x, labels, factors, scale, kernel[, main][, bias]) -> (loss[, lse])`, of factors a row.
+    """`(x, labels, factors, kernel[, main][, bias]) -> (loss[, lse])`, of factors a row.
 
     A factor is the row's weight, 0 if it is ignored, or NaN if its label is wrong.
     """
     lse, cost = define_statistics(loss, x, labels, *parameters)
-    total = _total(factors, _loss(loss.spec, lse, cost, factors))
-    return [total * scale, *[lse] * loss.with_lse]
+    total = jnp.sum(factors * _loss(loss.spec, lse, cost, factors))
+    return [total, *[lse] * loss.with_lse]
 
 
 def _statistics_tangent(
     loss: Loss, spec: Spec, moving: list[Array], found: Any, *operands: Array
 ) -> list[Any]:
-    """Returns the tangents of lse and lse - picked; `found` are the three of `ops.statistics`."""
+    """Returns the tangents of `_of_rows`' results; `found` are those of `ops.statistics`."""
     if not moving:
-        return [ad.Zero(jax.typeof(found[0]).to_tangent_aval())] * 2
-    dlse, dpicked = ops.lse_tangents(spec, operands, found, moving, loss.order)
-    return [dlse, dlse - dpicked]
+        return [ad.Zero(jax.typeof(found[0]).to_tangent_aval())] * (len(found) - 1)
+    dlse, dpicked, *more = ops.lse_tangents(spec, operands, found, moving, loss.order)
+    return [dlse, dlse - dpicked, *more]
 
 
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
@@ -483,67 +488,42 @@ def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) ->
     moves = _statistics_tangent(
         spec, *_moving(spec.spec, x, tangents[0], tangents[2:]), found, *operands
     )
-    return _lse_and_cost(*found), moves
+    return _of_rows(*found), moves
 
 
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     """The gradients come with the loss; its tangent is linear in those of the operands."""
     del order
-    x, labels, factors, scale, *parameters = primals
-    moved, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
+    x, labels, factors, *parameters = primals
+    moved, moving = _moving(spec.spec, x, tangents[0], tangents[3:])
     w, bias = _as_read(spec.spec, x, *parameters)
     operands = x, w, labels, *bias
     parts = []  # addends of the tangent
     if moving:
-        # The mean's divisor is part of the gradients, except in float16: they would be too small.
-        folded = x.dtype != jnp.float16
-        weights = factors * scale if folded else factors
         # The product rounds the gradient if its operands have the kernel's dtype and no main
         # gradient is asked for.
-        kernels = [d for d, p in zip(tangents[4:], parameters) if p.ndim == 2]
+        kernels = [d for d, p in zip(tangents[3:], parameters) if p.ndim == 2]
         of_kernel = [type(d) is not ad.Zero for d in kernels]
         dtype = parameters[0].dtype
         rounds = of_kernel[0] and not any(of_kernel[1:]) and dtype == x.dtype
         alone = replace(moved, dkernel=dtype.name if rounds and dtype.name in NARROW else None)
-        found = ops.loss_gradients(alone, x, w, labels, weights, *bias, order=spec.order)
+        found = ops.loss_gradients(alone, x, w, labels, factors, *bias, order=spec.order)
         found, gradients = found[:3], found[3:]
         along = lambda g, t: jnp.sum(g.astype(factors.dtype) * t.astype(factors.dtype))
-        tangent = functools.reduce(jnp.add, map(along, gradients, moving))
-        parts.append(tangent if folded else tangent * scale)
+        parts += map(along, gradients, moving)
     else:
         found = ops.statistics(spec.spec, *operands, order=spec.order)
-    lse, cost = _lse_and_cost(*found)
+    lse, cost = _of_rows(*found)
     each = _loss(spec.spec, lse, cost, factors)
-    total = _total(factors, each)
-    _, _, dfactors, dscale, *_ = tangents
-    if type(dfactors) is not ad.Zero:
-        parts.append(_total(dfactors, each) * scale)
-    if type(dscale) is not ad.Zero:
-        parts.append(dscale * total)
-    results = [total * scale]
+    results = [jnp.sum(factors * each)]
+    if type(tangents[2]) is not ad.Zero:
+        parts.append(jnp.sum(tangents[2] * each))
     zero = lambda r: ad.Zero(jax.typeof(r).to_tangent_aval())
-    moves = [functools.reduce(jnp.add, parts) if parts else zero(total)]
+    moves = [functools.reduce(jnp.add, parts) if parts else zero(results[0])]
     if spec.with_lse:
         results.append(lse)
         moves.append(_statistics_tangent(spec, moved, moving, found, *operands)[0])
     return results, moves
-
-
-def _batch_reduced(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) -> Any:
-    """Losses of several batches; their gradients are computed in the backward.
-
-    In the forward each would have a gradient of the kernel's size.
-    """
-    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    if any(d is not None for d in dims[4:]):
-        return ops.one_by_one(op, args, dims, spec, order)
-    x, labels, factors, scale, *parameters = args
-    x, labels, factors = (batch_at(args[i], dims[i], 0, size) for i in (0, 1, 2))
-    labels, factors = (match(a, x, range(a.ndim)) for a in (labels, factors))
-    lse, cost = statistics(spec, x, labels, *parameters)
-    total = _total(factors, _loss(spec.spec, lse, cost, factors), first=1)
-    results = [total * scale, *[lse] * spec.with_lse]
-    return results, [0] * len(results)
 
 
 statistics = Op(
@@ -552,4 +532,6 @@ statistics = Op(
     batch=functools.partial(ops.batch_rows, rows=(0, 1)),
     jvp=_statistics_jvp,
 )
-reduced = Op("linear_cross_entropy", define_reduced, batch=_batch_reduced, jvp=_reduced_jvp)
+# The gradients of a batch of losses are computed in the backward, by the definition's operations:
+# in the forward each would have a gradient of the kernel's size.
+reduced = Op("linear_cross_entropy", define_reduced, jvp=_reduced_jvp)

@@ -89,20 +89,13 @@ def logits(spec: Spec, x: Array, w: Array, bias: Array | None = None) -> Array:
     return z if bias is None else z + bias[(None,) * (z.ndim - 1)]  # cuBLAS adds it
 
 
-def _unused(a: Array, b: Array | None = None) -> Array:
-    """Returns which rows have no gradient, `(*rows, 1)`."""
-    return ((a == 0) if b is None else (a == 0) & (b == 0))[..., None]
-
-
-def _gradients(
-    spec: Spec, x: Array, w: Array, g: Array, a: Array, b: Array | None = None
-) -> list[Array]:
+def _gradients(spec: Spec, x: Array, w: Array, g: Array, *factors: Array) -> list[Array]:
     """Returns dx, in x's dtype, dkernel and dbias, in float32 or wider, if wanted.
 
-    `a` and `b` are the rows' factors in g, which is zero where they are.
+    The factors are the rows' in g, which is zero where all of them are.
     """
-    if spec.unused and spec.wanted[1]:
-        x = jnp.where(_unused(a, b) & ~jnp.isfinite(x), 0, x)  # 0 times NaN would be NaN
+    if spec.unused and spec.wanted[1]:  # 0 times NaN would be NaN
+        x = jnp.where(softmax.unused(*factors)[..., None] & ~jnp.isfinite(x), 0, x)
     found, summed = [], (g.ndim - 1,)
     if spec.wanted[0]:
         dims = ((summed, (1 - spec.contract,)), ((), ()))
@@ -123,7 +116,7 @@ def _gradients(
 
 
 def define_statistics(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
-    """`(x (*rows, n), w, labels (*rows)[, bias]) -> (most, sum, picked)`, `(*rows)` each."""
+    """`(x (*rows, n), w, labels (*rows)[, bias]) -> statistics of softmax`, `(*rows)` each."""
     return softmax.define_statistics(spec.softmax, logits(spec, x, w, *bias), labels)
 
 
@@ -136,18 +129,25 @@ def define_loss_gradients(
 
 
 def define_gradients(
-    spec: Spec, x: Array, w: Array, labels: Array, most: Array, a: Array, b: Array, *bias: Array
+    spec: Spec, x: Array, w: Array, labels: Array, most: Array, *more: Array
 ) -> list[Array]:
-    """`(x, w, labels, most, a, b[, bias]) -> ([dx][, dw][, dbias])`, with a and b of `softmax`."""
+    """`(x, w, labels, most, a, b[, d][, bias]) -> ([dx][, dw][, dbias])`."""
+    factors, bias = _factors(spec, more)
     z = logits(spec, x, w, *bias)
-    (g,) = softmax.define_gradient(spec.softmax, z, labels, most, a, b)
-    return _gradients(spec, x, w, g, a, b)
+    (g,) = softmax.define_gradient(spec.softmax, z, labels, most, *factors)
+    return _gradients(spec, x, w, g, *factors)
+
+
+def _factors(spec: Spec, more: Sequence[Array]) -> tuple[Sequence[Array], tuple[Array, ...]]:
+    """Returns the factors of rows in a gradient, and the bias, if there is one."""
+    count = 2 + spec.softmax.entropy
+    return more[:count], tuple(more[count:])
 
 
 def define_lse(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
-    """`(x, w, labels[, bias]) -> (lse, picked)`."""
-    most, total, picked = define_statistics(spec, x, w, labels, *bias)
-    return [softmax.lse_of(most, total), picked]
+    """`(x, w, labels[, bias]) -> (lse, picked[, entropy])`."""
+    most, total, picked, *spread = define_statistics(spec, x, w, labels, *bias)
+    return [softmax.lse_of(most, total), picked, *softmax.entropies(total, *spread)]
 
 
 def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
@@ -162,7 +162,11 @@ def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
 def _kernel(
     spec: Spec, kernel: Any, order: Order, static: Any = None
 ) -> Callable[..., Sequence[Array]]:
-    static = static or spec.softmax
+    if static is None:
+        static = spec.softmax
+        if static.entropy and not spec.plain:
+            report(spec.op, "its kernels have no entropies", strict=order.strict, names=order.names)
+            spec = replace(spec, plain=True)
     if spec.plain:
         return functools.partial(kernel.definition, static)
     return functools.partial(kernel, static, order=order)
@@ -237,7 +241,7 @@ def _gradients_of_codes(
         found.append(dx[:rows])
     if spec.wanted[1]:
         if spec.unused:
-            x = jnp.where(_unused(*factors), 0, x)  # they have no say in its scale
+            x = jnp.where(softmax.unused(*factors)[..., None], 0, x)  # no say in its scale
         of_x = Codes(FORMAT, False, True, spec.op)
         xt, by = _kernel(spec, quantize_kernel, order, of_x)(_padded(x, 0))
         sums = compute_dtype(x.dtype)
@@ -267,17 +271,24 @@ class _Part:
         labels = labels - lax.axis_index(self.axes) * self.size
         return jnp.where(labels < self.size, labels, -1)
 
-    def whole(self, most: Array, total: Array, picked: Array) -> list[Array]:
+    def whole(self, most: Array, total: Array, picked: Array, *spread: Array) -> list[Array]:
         """Returns the statistics over all parts."""
         if not self.axes:
-            return [most, total, picked]
+            return [most, total, picked, *spread]
         top = lax.pmax(most, self.axes)
-        total, picked = lax.psum((total * jnp.exp(most - top), picked), self.axes)
-        return [top, total, picked]
+        share = jnp.exp(most - top)
+        moved = jnp.where(share == 0, 0, most - top)
+        spread = [share * (s + moved * total) for s in spread]
+        return [top, *lax.psum((share * total, picked, *spread), self.axes)]
 
 
 def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
     return _Part(split.over([x.ndim + 1]), w.shape[1 - spec.contract])
+
+
+def least(dtype: Any) -> float:
+    """Returns a logit that is finite, and whose exponential is 0 beside others."""
+    return float(jnp.finfo(dtype).min) / 2
 
 
 def aligned_words(words: int, softcap: float | None) -> int:
@@ -296,7 +307,9 @@ def _aligned(spec: Spec, w: Array, bias: tuple[Array, ...]) -> tuple[Array, tupl
         return w, bias
     w = jnp.pad(w, [(0, more * (axis != spec.contract)) for axis in range(2)])
     of_words = bias[0] if bias else jnp.zeros(words, spec.logits)
-    return w, (jnp.pad(of_words, (0, more), constant_values=-jnp.inf),)
+    # An entropy multiplies it by 0.
+    fill = least(spec.logits) if spec.softmax.entropy else -jnp.inf
+    return w, (jnp.pad(of_words, (0, more), constant_values=fill),)
 
 
 def _of_words(spec: Spec, found: Sequence[Array], words: int) -> list[Array]:
@@ -496,18 +509,18 @@ def _gradients_body(
     if 0 in x.shape:
         return define_gradients(spec, x, w, labels, *rows)
     part = _part(spec, split, x, w)
-    labels = part.local(labels)
-    w, bias = _aligned(spec, w, rows[3:])
+    factors, bias = _factors(spec, rows[1:])
+    w, bias = _aligned(spec, w, bias)
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
         g = _gradient(spec, order)(logits(spec, x, w, *bias), *rows)
-        return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
+        return _added(spec, order, sums, x, [w, *codes], g, *rows[2:])
 
     def run(*arrays):
         return _of_words(spec, _in_chunks(chunk, arrays, _size(spec, arrays[0], w)), part.size)
 
-    return _each_group(spec, split, run, x, labels, *rows[:3], results=0)
+    return _each_group(spec, split, run, x, part.local(labels), rows[0], *factors, results=0)
 
 
 # ---------------------------------------------------------------- sharding and batching
@@ -516,8 +529,9 @@ def _gradients_body(
 def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    These are x, w (the kernel), r (a number for each row), b (the bias, if there is one) and g (the
-    gradients of x, the kernel and the bias, as far as they are wanted).
+    These are x, w (the kernel), r (a number for each row), e (one for its entropy, if wanted), b
+    (the bias, if there is one) and g (the gradients of x, the kernel and the bias, as far as they
+    are wanted).
     """
 
     def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
@@ -526,6 +540,7 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
         x, n, v = tuple(range(x_ndim)), x_ndim, x_ndim + 1
         w = (n, v) if spec.contract == 0 else (v, n)
         found: dict[str, list[Any]] = {"x": [x], "w": [w], "r": [x[:-1]]}
+        found["e"] = [x[:-1]] * spec.softmax.entropy
         found["b"] = [(v,)] * (spec.bias is not None)
         groups = range(spec.groups)
         of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
@@ -594,7 +609,7 @@ _of_gradients = functools.partial(_chunked, batch=_batch_groups, before=_checked
 statistics = _chunked(
     "cross_entropy_statistics",
     define_statistics,
-    dims=_dims("xwrb", "rrr"),
+    dims=_dims("xwrb", "rrre"),
     body=_statistics_body,
     batch=batch_rows,
     formula=define_lse,
@@ -615,7 +630,7 @@ loss_gradients = _of_gradients(
 gradients = _of_gradients(
     "cross_entropy_gradients",
     define_gradients,
-    dims=_dims("xwrrrrb", "g"),
+    dims=_dims("xwrrrreb", "g"),
     body=_gradients_body,
 )
 
@@ -627,25 +642,29 @@ def lse_tangents(
     moving: Sequence[Any],
     order: Order,
 ) -> list[Array]:
-    """Returns the tangents of (lse, picked), of operands whose `statistics` were found.
+    """Returns the tangents of `define_lse`'s results, at operands whose `statistics` were found.
 
     `moving` are the tangents of x, the kernel and the bias, as far as `spec` wants them.
     """
-    most, total, _ = found
+    most, total, _, *spread = found
     given, wanted = iter(moving), (*spec.wanted, False, *[spec.bias] * (len(operands) - 3))
     tangents = [next(given) if wants else None for wants in wanted]
-    results, rows = (most, most), (most, total)
+    results, rows = (most, most, *spread), (most, total, *spread)
     return tangents_of(statistics, _backward, spec, operands, tangents, results, rows, order)
 
 
 def _backward(
     spec: Spec, cts: Any, operands: Any, rows: Any, wanted: Any, *, order: Order
 ) -> list[Any]:
-    (x, w, labels, *bias), (most, total) = operands, rows
-    dlse, dpicked = [jnp.zeros_like(most) if ct is None else ct for ct in cts]
+    (x, w, labels, *bias), (most, total, *spread) = operands, rows
+    dlse, dpicked = [jnp.zeros_like(most) if ct is None else ct for ct in cts[:2]]
     of_bias = wanted[3] if bias else None
-    spec = replace(spec, wanted=(wanted[0], wanted[1]), bias=of_bias)
-    factors = softmax.divided(dlse, total), -dpicked
+    along = [ct for ct in cts[2:] if ct is not None]  # entropies that have a gradient
+    of_rows = replace(spec.softmax, entropy=bool(along))
+    spec = replace(spec, softmax=of_rows, wanted=(wanted[0], wanted[1]), bias=of_bias)
+    for ct in along:
+        dlse = dlse + ct * softmax.divided(spread[0], total)
+    factors = [softmax.divided(dlse, total), -dpicked, *[softmax.divided(c, total) for c in along]]
     found = iter(gradients(spec, x, w, labels, most, *factors, *bias, order=order))
     return [next(found) if wants else None for wants in wanted]
 

@@ -2,7 +2,8 @@
 
     c = softcap · tanh(z / softcap) (or z)    most = max_j c_j    sum = Σ_j exp(c_j - most)
     picked = Σ_j t_j · c_j, with t_j = (1 - smoothing) · [j = label] + share
-    g_j = (a · exp(c_j - most) - b · t_j) · dc_j/dz_j
+    spread = Σ_j exp(c_j - most) · (c_j - most), for entropies, log sum - spread / sum
+    g_j = ((a - d · (c_j - most)) · exp(c_j - most) - b · t_j) · dc_j/dz_j
 
 With these lse = most + log sum, and its gradient is that with a = 1 / sum. lse itself is rounded:
 where a row's logits share an offset, exp(c_j - lse) is wrong by that rounding, which grows with the
@@ -11,14 +12,15 @@ offset, and the differences from `most` are not.
 Kernels see one device's part of the vocabulary: labels are counted from its first column, and one
 that lies elsewhere matches none. With one part the statistics and the gradient are one kernel.
 
-In FP8 the gradient is written as e5m2 codes in both layouts, g ≈ scale · q. As |g_j| ≤ |a| + |b|,
-the scale needs no pass over the logits: it is 2^-14 times the largest |a| or |b| of the rows. If
+In FP8 the gradient is written as e5m2 codes in both layouts, g ≈ scale · q. As |g_j| ≤ |a| + |b| +
+|d| / e, the scale needs no pass over the logits: it is 2^-14 times the largest factor of a row. If
 that is a row's weight, the label's -b has an exact code, and so has a word's share of 2^-30. Codes
 are rounded up or down at random: to nearest, a share that occurs again and again would have the
 same error each time, and be learnt with it.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +46,7 @@ class Softmax:
     smoothing: float = 0.0  # how much of the label's target is shared by all words
     share: float = 0.0  # a word's: smoothing / the whole vocabulary's words
     op: str = "linear_cross_entropy"  # the function the user called
+    entropy: bool = False  # statistics have the spread, and gradients read d
     codes: Codes | None = None  # those of the gradient in FP8, if it is in FP8
     # The statistics' kernel adds up as the one that also writes the gradient does.
     as_with_gradient: bool = False
@@ -63,8 +66,14 @@ def _is_label(z: Array, labels: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == labels[..., None]
 
 
+def _spreads(c: Array, most: Array) -> tuple[Array, Array]:
+    """Returns exp(c - most), and that times c - most."""
+    moved = c - most[..., None]
+    return (shares := jnp.exp(moved)), shares * moved
+
+
 def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:
-    """`(z (*rows, vocab), labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
+    """`(z (*rows, vocab), labels (*rows)) -> (most, sum, picked[, spread])`, `(*rows)` each."""
     c = capped(spec, z)
     picked = jnp.sum(jnp.where(_is_label(z, labels), c, 0), axis=-1)
     if spec.smoothing:
@@ -73,23 +82,30 @@ def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:
     # -inf - -inf would be NaN.
     largest = float(jnp.finfo(c.dtype).max)
     most = jnp.clip(jax.lax.stop_gradient(jnp.max(c, axis=-1)), -largest, largest)
-    return [most, jnp.sum(jnp.exp(c - most[..., None]), axis=-1), picked]
+    total, spread = (jnp.sum(each, axis=-1) for each in _spreads(c, most))
+    return [most, total, picked, *[spread] * spec.entropy]
 
 
 def define_gradient(
-    spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
+    spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array, *d: Array
 ) -> list[Array]:
-    """`(z, labels, most, a, b) -> (g,)`; rows whose a and b are zero have zeros."""
+    """`(z, labels, most, a, b[, d]) -> (g,)`; rows whose a, b and d are zero have zeros."""
     c = capped(spec, z)
     each = lambda row: row[..., None]
     target = jnp.where(_is_label(z, labels), each(b * (1 - spec.smoothing)), 0)
     target = target + each(b * spec.share) if spec.smoothing else target
-    g = each(a) * jnp.exp(c - each(most)) - target
+    shares, spreads = _spreads(c, most)
+    g = each(a) * shares - target
+    g = g - each(d[0]) * spreads if d else g
     if spec.softcap is not None:
         g = g * (1 - jnp.square(c / spec.softcap))
-    # Zeros that are finite already keep their derivatives with respect to a and b.
-    unused = each((a == 0) & (b == 0)) & ~jnp.isfinite(g)
-    return [jnp.where(unused, 0, g).astype(spec.dtype)]
+    # Zeros that are finite already keep their derivatives with respect to the factors.
+    return [jnp.where(each(unused(a, b, *d)) & ~jnp.isfinite(g), 0, g).astype(spec.dtype)]
+
+
+def unused(*factors: Array) -> Array:
+    """Returns which rows have no gradient: all their factors in it are zero."""
+    return functools.reduce(jnp.logical_and, [r == 0 for r in factors])
 
 
 def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[Array]:
@@ -100,19 +116,19 @@ def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[
     return [g, most, total, picked]
 
 
-def scale_of(a: Array, b: Array) -> Array:
+def scale_of(*factors: Array) -> Array:
     """Returns the scale of the gradient's codes, float32; see the file's head.
 
-    Rows whose a or b is not finite have no say: their codes are NaN.
+    Rows with a factor that is not finite have no say: their codes are NaN.
     """
-    size = jnp.maximum(jnp.abs(a), jnp.abs(b)).astype(jnp.float32)
+    size = functools.reduce(jnp.maximum, map(jnp.abs, factors)).astype(jnp.float32)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
     return jnp.maximum(largest * 2.0**-14, 2.0**-100)
 
 
-def _scaled(a: Array, b: Array) -> tuple[list[Array], Array]:
-    scale = scale_of(a, b)
-    return [r.astype(jnp.float32) / scale for r in (a, b)], scale.reshape(1)
+def _scaled(*factors: Array) -> tuple[list[Array], Array]:
+    scale = scale_of(*factors)
+    return [r.astype(jnp.float32) / scale for r in factors], scale.reshape(1)
 
 
 def _mixed(x: Array) -> Array:
@@ -148,11 +164,11 @@ def _encode_at_random(g: Array, seeds: Array) -> Array:
 
 
 def define_codes(
-    spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
+    spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array, *d: Array
 ) -> list[Array]:
-    """`(z (rows, vocab), labels, most, a, b) -> ([q,] [qt,] scale (1,))` of the gradient."""
+    """`(z (rows, vocab), labels, most, a, b[, d]) -> ([q,] [qt,] scale (1,))` of the gradient."""
     assert spec.codes is not None
-    of_rows, scale = _scaled(a, b)
+    of_rows, scale = _scaled(a, b, *d)
     wide = dataclasses.replace(spec, dtype="float32")
     (g,) = define_gradient(wide, z, labels, most, *of_rows)
     q = _encode_at_random(g, _seeds(labels, most, a))
@@ -162,6 +178,11 @@ def define_codes(
 def lse_of(most: Array, total: Array) -> Array:
     """Returns log Σ_j exp(c_j)."""
     return most + jnp.log(total)
+
+
+def entropies(total: Array, *spread: Array) -> list[Array]:
+    """Returns -Σ_j p_j · log p_j for a spread, p = exp(c - lse)."""
+    return [jnp.log(total) - s / total for s in spread]
 
 
 def along_lse(spec: Softmax, lse: Array, weights: Array) -> Array:

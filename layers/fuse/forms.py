@@ -57,8 +57,9 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A function of scores that is constant along an axis: "max", "lse", "pick" or "total".
+    """A function of scores that is constant along an axis: "max", "lse", "pick", "total" or "mean".
 
+    The mean is of the scores by their own softmax, of entropies.
     A maximum under `stop_gradient` is "stopped", another term: the two differ in their gradients.
 
     Attributes:
@@ -107,11 +108,13 @@ class Form:
 
     Attributes:
       hot: it is multiplied by an array of two numbers, a one-hot array: (value, labels) of the
-        positions, the axis, the number elsewhere, and there.
+        positions, the axis, the number elsewhere, and there. No positions: by the scores' softmax
+        along the axis, times the last number.
       summed: what labels it was summed over.
       mixed: the product with v, of an exponential.
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
       weights: what losses were multiplied by, before they were summed.
+      stopped: the scores went through `stop_gradient`.
     """
 
     base: Scores
@@ -124,6 +127,7 @@ class Form:
     mixed: Mixed | None = None
     safe: bool = False
     weights: tuple[Weight, ...] = ()
+    stopped: bool = False
 
     @property
     def soft(self) -> bool:
@@ -146,7 +150,7 @@ class Form:
 
     @property
     def is_attention(self) -> bool:
-        if self.mixed is None or not self.exp:
+        if self.mixed is None or not self.exp or self.stopped:
             return False
         lse = Term("lse", self.base, frozenset(expand(self.mixed.axis)))
         return self.terms == {(lse, -1.0)}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cross_entropy.linear import best_words, linear_cross_entropy
-from ..cross_entropy.op import aligned_words
+from ..cross_entropy.op import aligned_words, least
 from ..quantization.quantize import fits
 from .attention import MASKED, times
 from .constants import ARITHMETIC
@@ -36,7 +36,7 @@ class Loss(Site):
         `transposed` where it is stored (vocabulary, features).
       labels: (value, labels) of the words, None for log-sum-exps alone.
       outside: what one outside the vocabulary gives.
-      lse, pick, sum: what these are multiplied by, the last of all logits of a row.
+      lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
       form: the value's; it has what is summed over, and the weights.
       hidden: the words whose logits a mask replaces, and the number that it writes; None.
     """
@@ -52,6 +52,7 @@ class Loss(Site):
     lse: float
     pick: float
     sum: float
+    entropy: float
     factor: float
     dtype: Any
     logits_dtype: Any
@@ -65,8 +66,9 @@ class Loss(Site):
     @property
     def total(self) -> bool:
         """Tells if it is a multiple of the sum of all rows' cross-entropies."""
-        cross = self.lse == -self.pick and self.hidden is None
-        return cross and self.outside != "0" and not self.sum and self.form.summed >= set(self.rows)
+        cross = self.lse == -self.pick and self.hidden is None and self.outside != "0"
+        others = self.sum or self.entropy or self.form.stopped
+        return cross and not others and self.form.summed >= set(self.rows)
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         return [self.computed(read, {}, self.total)]
@@ -94,8 +96,9 @@ class Loss(Site):
             return jax.lax.cond(jnp.all(inside), whole, each)
         if self.labels not in shared:
             options = {"reduction": "none", "with_lse": True}
+            options["with_entropy"] = bool(shared.get("entropy", self.entropy))
             shared[self.labels] = self._call(read, place, None, alone=True, **options)
-        loss, lse = shared[self.labels]
+        loss, lse, *entropy = shared[self.labels]
         y = self.lse * lse
         inside = self.labels is None or self._inside(read, place)
         if self.outside == "all 0":
@@ -111,6 +114,9 @@ class Loss(Site):
             y = y + self.pick * jnp.where(inside, picked, outside)
         if self.sum:
             y = y + self.sum * self._totals(read)
+        if self.entropy:
+            y = y + self.entropy * entropy[0]
+        y = jax.lax.stop_gradient(y) if self.form.stopped else y
         y = y if selected is None else jnp.where(selected, y, 0)
         y = y if weights is None else y * weights
         y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.form.summed])
@@ -150,7 +156,7 @@ class Loss(Site):
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
         added = [(times(read(v), factor, wide), dims) for v, dims, factor in self.of.base.biases]
         for m in self.of.base.masks:
-            fill = jnp.asarray(m.fill if m.added else -jnp.inf, wide)
+            fill = jnp.asarray(m.fill if m.added else least(self.logits_dtype), wide)
             added.append((jnp.where(read(m.value) == m.keep, 0, fill), m.dims))
         of_words = [arrange(x, dims, [self.of.axis]) for x, dims in added]
         return functools.reduce(jnp.add, of_words) if of_words else None
@@ -216,7 +222,7 @@ class Losses(Site):
     parts: tuple[Loss, ...]
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        shared: dict[Any, Any] = {}
+        shared: dict[Any, Any] = {"entropy": any(p.entropy for p in self.parts)}
         labelled = next((p for p in self.parts if p.labels is not None), None)
         for part in self.parts:  # log-sum-exps come with any losses
             if part.labels is None and labelled is not None:
@@ -272,7 +278,7 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     base = first.base
     found = Operands(forms, base, first.axis, scale=False)
     words, contract = found.axis, found.contract
-    if not any(t.kind == "lse" for t, _ in form.terms):
+    if not any(t.kind in ("lse", "mean") for t, _ in form.terms):
         raise Left("an element of the logits, and no log-sum-exp")
     if size(words) < SMALLEST:
         raise Left(f"{size(words)} classes only")
@@ -289,15 +295,18 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     rows = tuple(cuts.get(a, a) for a in whole)
     if {*atoms(form.dims), *form.summed} != {*rows} or any(l.free for l in rows):
         raise Left("it is not of all rows")
-    lse, pick, total = (
-        sum(f for t, f in form.terms if t.kind == kind) for kind in ("lse", "pick", "total")
+    lse, pick, total, mean = (
+        sum(f for t, f in form.terms if t.kind == kind) for kind in ("lse", "pick", "total", "mean")
     )
+    lse += mean  # a mean is the log-sum-exp less the entropy
     picked = [t for t, _ in form.terms if t.kind == "pick"]
     labels, outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
     if outside == "all 0" and (
         abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
     ):
         raise Left("a one-hot product of log-probabilities with other log-sum-exps")
+    if mean and hidden and hidden[1] == -math.inf:
+        raise Left("an entropy of logits that are -inf, which is NaN")
     if total and (base.inner is not None or hidden):
         raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
     if labels is not None and not set(atoms(labels[1])) <= set(rows):
@@ -338,6 +347,7 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         lse=lse,
         pick=pick,
         sum=total,
+        entropy=-mean,
         factor=factor,
         dtype=dtype,
         logits_dtype=jnp.promote_types(logits, dtype),
@@ -350,7 +360,8 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         f"softcap {softcap}": softcap,
         "bias": base.biases,
         "masked words": base.masks,
-        "log-sum-exps": not picked,
+        "log-sum-exps": lse and not picked,
+        "entropies": mean,
         "label smoothing": total,
         "weighted": form.weights,
         "gradient in fp8": site.quantization,

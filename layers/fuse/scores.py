@@ -189,7 +189,11 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
     if fa and fb and fa.along and fb.along and not product:  # the smaller product is a bias
         sizes = [g.program.avals[f.base.dot.outs[0]].size for f in (fa, fb)]
         fa, fb = (fa, None) if sizes[0] >= sizes[1] else (None, fb)
+    if made.name == "mul" and (averaged := _averaged(g, *made.ins)) is not None:
+        return averaged
     if fa and fb:
+        if fa.stopped != fb.stopped:
+            return None
         same = fa.exp == fb.exp == product and not (fa.along and fb.along)
         if not same or fa.summed != fb.summed or fa.hot or fb.hot or fa.weights or fb.weights:
             return None
@@ -215,6 +219,23 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
             return biased(g, form, other, sign) if first or sign > 0 else None
         elif number == 0 and not first:
             return scaled(form, -1.0)
+    return None
+
+
+def _averaged(g: ScoreForms, a: int, b: int) -> Form | None:
+    """p · (along · s + terms), where p is the softmax of s, or less that."""
+    for v, other in ((a, b), (b, a)):
+        maker, name = g.program.made(v)
+        p, form = g.of.get(maker.ins[0] if name == "neg" else v), g.of.get(other)
+        if not (p and form and p.soft and p.base == form.base and p.stopped == form.stopped):
+            continue
+        dims, axes = meet(p.dims, form.dims), {t.axis for t, _ in (*p.terms, *form.terms)}
+        plain = form.along and not (form.exp or form.hot or form.mixed or form.weights)
+        if not plain or dims is None or len(axes) != 1:
+            continue
+        (axis,) = axes
+        if p.terms == {(Term("lse", p.base, axis), -1.0)}:
+            return replace(form, dims=dims, hot=(None, axis, 0.0, -1.0 if name == "neg" else 1.0))
     return None
 
 
@@ -245,7 +266,9 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
         if any(t.axis != picked for t, _ in form.terms):
             return None
         labels, _, no, yes = form.hot
-        term = Term("pick", form.base, picked, labels, "all 0" if form.terms else "0")
+        outside = "all 0" if form.terms else "0"
+        term = Term("pick", form.base, picked, labels, outside)
+        term = term if labels else Term("mean", form.base, picked)
         terms = plus(frozenset({(term, (yes - no) * form.along)}), form.terms, yes - no)
         if no:
             total, count = Term("total", form.base, picked), math.prod(l.size for l in picked)
@@ -350,7 +373,7 @@ def _call(g: ScoreForms, made: Equation, *_: Any) -> Form | None:
 
 
 def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:
-    """Functions of one operand; under `stop_gradient` maxima only, as other terms."""
+    """Functions of one operand; under `stop_gradient` maxima are other terms."""
     if form is None or form.mixed or form.hot or form.weights:
         return None
     s = form.base
@@ -369,6 +392,8 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
         case "stop_gradient" if form.is_maximum:
             stopped = [frozenset([(replace(t, kind="stopped"), f)]) for t, f in form.terms]
             return replace(form, terms=functools.reduce(plus, stopped))
+        case "stop_gradient" if form.along:
+            return replace(form, stopped=True)
         case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
             return replace(form, terms=plus(frozenset(), form.terms, -1.0))
         case "tanh" if form.along == 1 and not form.exp and not form.terms:
