@@ -29,7 +29,7 @@ from ..core.sharding import axes_of, whole, without
 from ..dense.matmul import asked, equally_varying, with_main_gradient
 from . import op as ops
 from .op import Spec
-from .softmax import Softmax, entropies, lse_of
+from .softmax import Softmax, of_rows
 
 _OP = "linear_cross_entropy"
 # softcap · tanh(z / softcap) loses logits of less than softcap · 1e-38, float32's least, and with a
@@ -359,19 +359,21 @@ def _as_read(spec: Spec, x: Array, kernel: Array, *more: Array) -> tuple[Array, 
     return w, [bias]
 
 
-def _moving(spec: Spec, x: Array, dx: Any, parameters: Any) -> tuple[Spec, list[Array]]:
-    """Returns the spec of the tangents that there are, and these; of parameters in float32."""
-    found = [] if type(dx) is ad.Zero else [dx]
+def _moving(spec: Spec, x: Array, dx: Any, parameters: Any) -> tuple[Spec, list[Any]]:
+    """Returns the spec of the tangents that there are, and those of x, the kernel and the bias.
+
+    None stands for one that is not there. Parameters' are in float32 or wider.
+    """
+    sums, moves = compute_dtype(x.dtype), lambda d: d is not None and type(d) is not ad.Zero
     kernels = parameters if spec.bias is None else parameters[:-1]
-    moved = [d for d in asked(*kernels) if d is not None and type(d) is not ad.Zero]
-    parts = [d.astype(compute_dtype(x.dtype)) for d in moved]
-    spec = replace(spec, wanted=(bool(found), bool(parts)))
+    parts = [d.astype(sums) for d in asked(*kernels) if moves(d)]
+    found = [dx if moves(dx) else None, None]
     if parts:
-        found.append(_gathered(spec, x, functools.reduce(jnp.add, parts)))
-    if spec.bias is not None and type(parameters[-1]) is not ad.Zero:
-        spec = replace(spec, bias=True)
-        found.append(parameters[-1].astype(compute_dtype(x.dtype)))
-    return spec, found
+        found[1] = _gathered(spec, x, functools.reduce(jnp.add, parts))
+    if spec.bias is not None:
+        found.append(parameters[-1].astype(sums) if moves(parameters[-1]) else None)
+        spec = replace(spec, bias=found[2] is not None)
+    return replace(spec, wanted=(found[0] is not None, bool(parts))), found
 
 
 # ---------------------------------------------------------------- the loss, and its derivative
@@ -420,11 +422,7 @@ def _reduced(
         loss = each if reduction == "none" else jnp.sum(each) * scale
         results = [loss, *[lse] * with_lse, *entropy]
     else:
-        # The mean's divisor is part of the gradients, except in float16: they would be too small.
-        folded = x.dtype != jnp.float16
-        loss = Loss(spec, order, with_lse)
-        results = reduced(loss, x, labels, factors * scale if folded else factors, *parameters)
-        results = results if folded else [results[0] * scale, *results[1:]]
+        results = reduced(Loss(spec, order, with_lse), x, labels, factors, scale, *parameters)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -446,37 +444,32 @@ def _loss(spec: Spec, lse: Array, cost: Array, factors: Array) -> Array:
     return formula(*(jnp.where(unused, 0, value) for value in (lse, cost)))
 
 
-def _of_rows(most: Array, total: Array, picked: Array, *spread: Array) -> list[Array]:
-    """Returns lse, lse - picked without lse's rounding, which may be larger, and entropies."""
-    return [lse_of(most, total), (most - picked) + jnp.log(total), *entropies(total, *spread)]
-
-
 def define_statistics(loss: Loss, x: Array, labels: Array, *parameters: Array) -> list[Array]:
     """`(x, labels, kernel[, main][, bias]) -> (lse, lse - picked[, entropy])`."""
     w, bias = _as_read(loss.spec, x, *parameters)
-    return _of_rows(*ops.statistics(loss.spec, x, w, labels, *bias, order=loss.order))
+    return of_rows(*ops.statistics(loss.spec, x, w, labels, *bias, order=loss.order))
 
 
 def define_reduced(
-    loss: Loss, x: Array, labels: Array, factors: Array, *parameters: Array
+    loss: Loss, x: Array, labels: Array, factors: Array, scale: Array, *parameters: Array
 ) -> list[Array]:
-    """`(x, labels, factors, kernel[, main][, bias]) -> (loss[, lse])`, of factors a row.
+    """`(x, labels, factors, scale, kernel[, main][, bias]) -> (loss[, lse])`, of factors a row.
 
     A factor is the row's weight, 0 if it is ignored, or NaN if its label is wrong.
     """
     lse, cost = define_statistics(loss, x, labels, *parameters)
     total = jnp.sum(factors * _loss(loss.spec, lse, cost, factors))
-    return [total, *[lse] * loss.with_lse]
+    return [total * scale, *[lse] * loss.with_lse]
 
 
 def _statistics_tangent(
-    loss: Loss, spec: Spec, moving: list[Array], found: Any, *operands: Array
+    loss: Loss, spec: Spec, moving: list[Any], found: Any, *operands: Array
 ) -> list[Any]:
-    """Returns the tangents of `_of_rows`' results; `found` are those of `ops.statistics`."""
-    if not moving:
+    """Returns the tangents of `of_rows`' results; `found` are those of `ops.statistics`."""
+    if all(t is None for t in moving):
         return [ad.Zero(jax.typeof(found[0]).to_tangent_aval())] * (len(found) - 1)
-    dlse, dpicked, *more = ops.lse_tangents(spec, operands, found, moving, loss.order)
-    return [dlse, dlse - dpicked, *more]
+    tangents = [*moving[:2], None, *moving[2:]]  # labels have none
+    return ops.lse_tangents(spec, operands, found, tangents, loss.order)
 
 
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
@@ -488,36 +481,43 @@ def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) ->
     moves = _statistics_tangent(
         spec, *_moving(spec.spec, x, tangents[0], tangents[2:]), found, *operands
     )
-    return _of_rows(*found), moves
+    return of_rows(*found), moves
 
 
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     """The gradients come with the loss; its tangent is linear in those of the operands."""
     del order
-    x, labels, factors, *parameters = primals
-    moved, moving = _moving(spec.spec, x, tangents[0], tangents[3:])
+    x, labels, factors, scale, *parameters = primals
+    moved, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
     w, bias = _as_read(spec.spec, x, *parameters)
     operands = x, w, labels, *bias
     parts = []  # addends of the tangent
-    if moving:
+    if along := [t for t in moving if t is not None]:
+        # The mean's divisor is part of the gradients, except in float16: they would be too small.
+        folded = x.dtype != jnp.float16
+        weights = factors * scale if folded else factors
         # The product rounds the gradient if its operands have the kernel's dtype and no main
         # gradient is asked for.
-        kernels = [d for d, p in zip(tangents[3:], parameters) if p.ndim == 2]
+        kernels = [d for d, p in zip(tangents[4:], parameters) if p.ndim == 2]
         of_kernel = [type(d) is not ad.Zero for d in kernels]
         dtype = parameters[0].dtype
         rounds = of_kernel[0] and not any(of_kernel[1:]) and dtype == x.dtype
         alone = replace(moved, dkernel=dtype.name if rounds and dtype.name in NARROW else None)
-        found = ops.loss_gradients(alone, x, w, labels, factors, *bias, order=spec.order)
+        found = ops.loss_gradients(alone, x, w, labels, weights, *bias, order=spec.order)
         found, gradients = found[:3], found[3:]
-        along = lambda g, t: jnp.sum(g.astype(factors.dtype) * t.astype(factors.dtype))
-        parts += map(along, gradients, moving)
+        dot = lambda g, t: jnp.sum(g.astype(factors.dtype) * t.astype(factors.dtype))
+        tangent = functools.reduce(jnp.add, map(dot, gradients, along))
+        parts.append(tangent if folded else tangent * scale)
     else:
         found = ops.statistics(spec.spec, *operands, order=spec.order)
-    lse, cost = _of_rows(*found)
+    lse, cost = of_rows(*found)
     each = _loss(spec.spec, lse, cost, factors)
-    results = [jnp.sum(factors * each)]
-    if type(tangents[2]) is not ad.Zero:
-        parts.append(jnp.sum(tangents[2] * each))
+    total = jnp.sum(factors * each)
+    results, (_, _, dfactors, dscale, *_) = [total * scale], tangents
+    if type(dfactors) is not ad.Zero:
+        parts.append(jnp.sum(dfactors * each) * scale)
+    if type(dscale) is not ad.Zero:
+        parts.append(dscale * total)
     zero = lambda r: ad.Zero(jax.typeof(r).to_tangent_aval())
     moves = [functools.reduce(jnp.add, parts) if parts else zero(results[0])]
     if spec.with_lse:

@@ -144,12 +144,6 @@ def _factors(spec: Spec, more: Sequence[Array]) -> tuple[Sequence[Array], tuple[
     return more[:count], tuple(more[count:])
 
 
-def define_lse(spec: Spec, x: Array, w: Array, labels: Array, *bias: Array) -> list[Array]:
-    """`(x, w, labels[, bias]) -> (lse, picked[, entropy])`."""
-    most, total, picked, *spread = define_statistics(spec, x, w, labels, *bias)
-    return [softmax.lse_of(most, total), picked, *softmax.entropies(total, *spread)]
-
-
 def define_argmax(spec: Spec, x: Array, w: Array, *bias: Array) -> list[Array]:
     """`(x (*rows, n), w[, bias]) -> (words,)`, int32: the first of equal ones; NaN is largest."""
     c = softmax.capped(spec.softmax, logits(spec, x, w, *bias))
@@ -612,7 +606,7 @@ statistics = _chunked(
     dims=_dims("xwrb", "rrre"),
     body=_statistics_body,
     batch=batch_rows,
-    formula=define_lse,
+    formula=lambda spec, *operands: softmax.of_rows(*define_statistics(spec, *operands)),
 )
 argmax = _chunked(
     "cross_entropy_argmax",
@@ -639,16 +633,11 @@ def lse_tangents(
     spec: Spec,
     operands: Sequence[Array],
     found: Sequence[Array],
-    moving: Sequence[Any],
+    tangents: Sequence[Any],
     order: Order,
 ) -> list[Array]:
-    """Returns the tangents of `define_lse`'s results, at operands whose `statistics` were found.
-
-    `moving` are the tangents of x, the kernel and the bias, as far as `spec` wants them.
-    """
+    """Returns the tangents of `softmax.of_rows`, at operands whose `statistics` were found."""
     most, total, _, *spread = found
-    given, wanted = iter(moving), (*spec.wanted, False, *[spec.bias] * (len(operands) - 3))
-    tangents = [next(given) if wants else None for wants in wanted]
     results, rows = (most, most, *spread), (most, total, *spread)
     return tangents_of(statistics, _backward, spec, operands, tangents, results, rows, order)
 
@@ -657,14 +646,13 @@ def _backward(
     spec: Spec, cts: Any, operands: Any, rows: Any, wanted: Any, *, order: Order
 ) -> list[Any]:
     (x, w, labels, *bias), (most, total, *spread) = operands, rows
-    dlse, dpicked = [jnp.zeros_like(most) if ct is None else ct for ct in cts[:2]]
+    dlse, dcost = [jnp.zeros_like(most) if ct is None else ct for ct in cts[:2]]
     of_bias = wanted[3] if bias else None
     along = [ct for ct in cts[2:] if ct is not None]  # entropies that have a gradient
     of_rows = replace(spec.softmax, entropy=bool(along))
     spec = replace(spec, softmax=of_rows, wanted=(wanted[0], wanted[1]), bias=of_bias)
-    for ct in along:
-        dlse = dlse + ct * softmax.divided(spread[0], total)
-    factors = [softmax.divided(dlse, total), -dpicked, *[softmax.divided(c, total) for c in along]]
+    dlse = sum([ct * softmax.divided(spread[0], total) for ct in along], dlse + dcost)
+    factors = [softmax.divided(dlse, total), dcost, *[softmax.divided(c, total) for c in along]]
     found = iter(gradients(spec, x, w, labels, most, *factors, *bias, order=order))
     return [next(found) if wants else None for wants in wanted]
 

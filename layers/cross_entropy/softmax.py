@@ -180,9 +180,10 @@ def lse_of(most: Array, total: Array) -> Array:
     return most + jnp.log(total)
 
 
-def entropies(total: Array, *spread: Array) -> list[Array]:
-    """Returns -Σ_j p_j · log p_j for a spread, p = exp(c - lse)."""
-    return [jnp.log(total) - s / total for s in spread]
+def of_rows(most: Array, total: Array, picked: Array, *spread: Array) -> list[Array]:
+    """Returns lse, lse - picked without lse's rounding, which may be larger, and entropies."""
+    log = jnp.log(total)
+    return [lse_of(most, total), (most - picked) + log, *[log - s / total for s in spread]]
 
 
 def along_lse(spec: Softmax, lse: Array, weights: Array) -> Array:

@@ -260,7 +260,7 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
         first, outs = group[0], tuple(v for site in group for v in site.outs)
         reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
         if len(group) > 1 and not any(program.depends(r, outs) for r in reads):
-            served = first.served.replace("sum", "a row each")
+            served = first.served.replace(": sum", ": a row each")
             one = Losses(outs, reads, first.dead, first.what, served, tuple(group))
             sites = [*[site for site in sites if site not in group], one]
     return sites

@@ -216,7 +216,8 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
         elif number == 0 and (first or sign > 0):
             return form
         elif not form.exp and form.along == 1 and not form.terms and not form.hot:
-            return biased(g, form, other, sign) if first or sign > 0 else None
+            if not form.stopped:  # or the bias would have no gradient
+                return biased(g, form, other, sign) if first or sign > 0 else None
         elif number == 0 and not first:
             return scaled(form, -1.0)
     return None

@@ -210,17 +210,21 @@ def test_one_chunk_rounds_the_kernels_gradient_as_several_do(rng):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_log_sum_exps_and_their_gradients(rng, reduction):
+def test_log_sum_exps_and_entropies(rng, reduction):
     x, kernel, labels = draw(rng)
     exact = layer(x, kernel, labels, np.ones(SHAPE))
 
     def both(x, kernel):
-        loss, lse = ours(x, kernel, labels, reduction=reduction, with_lse=True, chunk_rows=10)
-        return jnp.sum(loss) + jnp.sum(lse**2), lse
+        options = {"reduction": reduction, "with_lse": True, "chunk_rows": 10}
+        loss, lse = ours(x, kernel, labels, **options)
+        again, _, entropy = ours(x, kernel, labels, with_entropy=True, **options)
+        return jnp.sum(loss + again) + jnp.sum(lse**2 + entropy**2), lse
 
     def expected(x, kernel):
         lse = jax.nn.logsumexp(x @ kernel, axis=-1)
-        return plain(x, kernel, labels, reduction="sum") + jnp.sum(lse**2)
+        log_p = jax.nn.log_softmax(x @ kernel)
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        return 2 * plain(x, kernel, labels, reduction="sum") + jnp.sum(lse**2 + entropy**2)
 
     (_, lse), found = jax.jit(jax.value_and_grad(both, (0, 1), has_aux=True))(x, kernel)
     np.testing.assert_allclose(lse.reshape(-1), exact.softmax.lse, rtol=1e-6)

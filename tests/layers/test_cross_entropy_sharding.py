@@ -38,7 +38,8 @@ def draw(rng, contract=0, dtype=jnp.float32):
 def loss_and_gradients(reduction, contract=0, **options):
     def loss(x, kernel, labels):
         options_ = OPTIONS | {"contract": contract, "reduction": reduction} | options
-        return jnp.sum(linear_cross_entropy(x, kernel, labels, **options_) ** 2)
+        found = linear_cross_entropy(x, kernel, labels, **options_)
+        return sum(jnp.sum(each**2) for each in jax.tree.leaves(found))
 
     return jax.value_and_grad(loss, (0, 1))
 
@@ -78,6 +79,7 @@ def on_mesh(name, kind, fn, arrays, specs, count):
         ("FSDP, by words", AxisType.Auto, "none"),
         ("tensor", AxisType.Auto, "mean"),
         ("tensor", AxisType.Explicit, "none"),
+        ("tensor", AxisType.Auto, "entropy"),
         ("all", AxisType.Explicit, "mean"),
     ],
     ids=str,
@@ -88,14 +90,18 @@ def test_values_and_collectives(eight_devices, rng, name, kind, reduction):
     stored = P(*reversed((*stored, None, None)[:2])) if contract else stored
     # A loop's collectives stand in a program once: there is none where there are some in it.
     chunk = {"chunk_rows": None} if "tensor" in names and reduction == "mean" else {}
+    statistics = 3
+    if reduction == "entropy":
+        reduction, statistics = "none", 4
+        chunk["with_entropy"] = True
     fn = loss_and_gradients(reduction, contract, **chunk)
     compiled = on_mesh(name, kind, fn, draw(rng, contract), (rows, stored, rows), 2)
     parts = 2 if "tensor" in names else 1
     count = BATCH * SEQ * parts // 8
     # The loss, and of the mean its count; the kernel's gradient once; and with the vocabulary in
-    # parts three numbers a row, and x's gradient.
-    reduced = 1 + N * VOCABULARY // parts
-    reduced += (3 * count + count * N) * (parts > 1)
+    # parts three numbers a row, a fourth of its entropy, and x's gradient.
+    reduced = statistics - 2 + N * VOCABULARY // parts  # the entropies' sum of squares
+    reduced += (statistics * count + count * N) * (parts > 1)
     expected = {("all-reduce", "f32"): reduced}
     if reduction == "mean":
         expected["all-reduce", "s32"] = 1
@@ -171,12 +177,14 @@ def test_words_that_no_row_has_change_nothing(eight_devices, rng, contract, redu
 
     def loss(x, kernel, bias, chosen=linear_cross_entropy):
         options = {"contract": contract, "reduction": reduction, "bias": bias}
-        return jnp.sum(chosen(x, kernel, labels, **options) ** 2)
+        found = chosen(x, kernel, labels, **options, with_entropy=True)
+        return sum(jnp.sum(each**2) for each in found)
 
-    def plain(x, kernel, labels, contract, reduction, bias):
+    def plain(x, kernel, labels, contract, reduction, bias, with_entropy):
         log_p = jax.nn.log_softmax(x @ (kernel.T if contract else kernel) + bias)
         each = -jnp.take_along_axis(log_p, labels[..., None], -1)
-        return each.sum() if reduction == "sum" else each
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        return each.sum() if reduction == "sum" else each, entropy
 
     both = lambda chosen: jax.value_and_grad(functools.partial(loss, chosen=chosen), (0, 1, 2))
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

@@ -112,6 +112,7 @@ ANY = [  # every operation takes these
 ]
 SOME = [
     ("linear_cross_entropy", {"with_lse": 3}, TypeError, "with_lse must be True or False, got 3"),
+    ("linear_cross_entropy", {"with_entropy": 3}, TypeError, "with_entropy must be True or False"),
     ("rms_norm", {"implementation": "cuda"}, ValueError, "^rms_norm: implementation must name"),
     ("attention", {"implementation": "cuda"}, ValueError, "^attention: implementation must name"),
     ("linear_cross_entropy", {"contract": 1.0}, ValueError, "contract must be 0, .* got 1.0"),

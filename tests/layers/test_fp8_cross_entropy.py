@@ -166,6 +166,20 @@ def test_wrong_labels_and_factors_that_are_all_zero(rng):
     assert 0.01 < distance(tiny[1][1] * 1e20, plain[1][1]) < 0.09
 
 
+def test_the_gradient_of_entropies(rng):
+    """It is added before the codes, and the entropies stay as they are."""
+    x, kernel, labels = draw(rng)
+
+    def both(loss):
+        options = {"reduction": "none", "with_entropy": True, "chunk_rows": 32}
+        run = lambda x, kernel: jnp.sum(sum(loss(x, kernel, labels, **options)))
+        return jax.jit(jax.value_and_grad(run, (0, 1)))(x, kernel)
+
+    (value, found), (plain, expected) = both(fp8), both(linear_cross_entropy)
+    assert value == plain
+    assert all(0.01 < distance(f, e) < 0.09 for f, e in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_transformations(rng, reduction):
     """Rows of other chunks have other scales: each form's gradients are off by the codes alone."""
