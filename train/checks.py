@@ -13,7 +13,7 @@ _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len", "o
 # ... but of a model's settings those that only say how it is computed may change ...
 _COMPUTED = ("attention", "implementation", "quantization", "remat")
 # ... and may change these without a word: where and how fast a run computes, and what it writes.
-_FREE = "data distributed eval out_dir preset profile resume".split()
+_FREE = "data distributed eval out_dir preset resume".split()
 _FORMAT = 3  # version of a checkpoint's record and state
 
 _COUNT = 2**31 - 1

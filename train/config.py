@@ -159,12 +159,10 @@ class TrainConfig:
     precision: Literal["float32", "bfloat16"]
     """Compute dtype. Parameters, moments (but for --optim.mu-dtype), norms' sums and the loss are
     float32."""
-    implementation: Literal["auto", "native", "pallas", "xla"] = "auto"
+    implementation: Literal["auto", "native", "xla"] = "auto"
     """Implementation of every op of normfuse in the model: norms, linear layers, gated MLPs. auto:
     the best available here (see `normfuse info`). A name alone must serve every op, or the run
     does not start."""
-    profile: bool = False
-    """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     optim: OptimConfig
@@ -229,6 +227,7 @@ _GONE = {
     "lock-timeout": "a run whose --out-dir is in use fails at once",
     **dict.fromkeys(("guard", "spike"), "a run stops before an update that is not finite"),
     "data.documents": "put the documents into one text, each with an end of its own after it",
+    "profile": "run `nsys profile normfuse train …`, or trace steps of your own",
     "watchdog": "end a run that hangs by `timeout`",
     "mesh.keep-gathered": "--model.remat none gathers kernels once",
     "mesh.parts": "leave it out",

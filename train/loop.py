@@ -40,8 +40,6 @@ class Loop:
     write: Callable[[dict], None]  # takes a line of metrics.jsonl
     display: Display
     stopping: Callable[[], bool]  # returns True on all processes or on none
-    # Called before each step, with its number and a function that waits for those before.
-    on_step: Callable[[int, Callable[[], None]], None] = lambda step, settle: None
     tokens_per_byte: float = 1.0  # average over the text
     _finished: float = field(default_factory=time.perf_counter)
     # Those of the last steps, whose median is shown: a mean would show every wait ten times.
@@ -66,7 +64,6 @@ class Loop:
             for step in range(done + 1, config.steps + 1):
                 if self.stopping():
                     break
-                self.on_step(step, drain)
                 started = time.perf_counter()
                 state, metrics = self.step(state, next(self.batches))
                 waiting.append((step, metrics, started))

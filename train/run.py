@@ -8,7 +8,6 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import jax
@@ -40,7 +39,6 @@ from .text import Text, read
 from .tokenizer import Bpe
 
 _LAST_STEPS = 20  # the run prints their mean loss at the end
-_UNTRACED, _TRACED = 5, 5  # steps before and in the trace of `--profile`
 
 
 def train(config: TrainConfig) -> None:
@@ -209,15 +207,10 @@ class Run:
     def _loop(self, step: jax.stages.Compiled, state: State, done: int) -> tuple[State, int]:
         config = self.config
         rows = batch_sharding(self.mesh)
-        tracing, first = ExitStack(), done + 1 + _UNTRACED
 
-        def on_step(step: int, settle: Callable[[], None]) -> None:
+        def stopping() -> bool:
             self.checkpoints.check()  # reports a failed save before the next one is due
-            if config.profile and step in (first, first + _TRACED):
-                settle()
-                tracing.close()
-                if step == first:
-                    tracing.enter_context(jax.profiler.trace(str(self.out.profile)))
+            return bool(self.stop)
 
         loop = Loop(
             config,
@@ -227,16 +220,13 @@ class Run:
             self._save,
             self.log.write,
             self.display,
-            distributed.SharedFlag(self.mesh, lambda: bool(self.stop)),
-            on_step,
+            distributed.SharedFlag(self.mesh, stopping),
             self.text.tokens_per_byte,
         )
         try:
             return loop.run(state, done)
         except BadStep as bad:
             raise self._stopped_at(bad) from None
-        finally:
-            tracing.close()
 
     def _evaluate(self, params: Params, tokens: int) -> Validation | None:
         # Several processes must compute the same batches, so a signal may interrupt only one alone.
@@ -279,9 +269,8 @@ class Run:
         """Draws loss.png, and prints the results."""
         results = self.out.results(f"{self.config.preset}, {self.config.framework}")
         plot_loss(self.out.plot, [results])
-        for path in (self.out.metrics, self.out.plot, self.out.profile):
-            if path.exists():
-                self.display.fact("wrote", str(path))
+        for path in self.out.metrics, self.out.plot:
+            self.display.fact("wrote", str(path))
         losses = [line["loss"] for line in results.steps("step")[-_LAST_STEPS:]]
         mean = math.fsum(losses) / max(len(losses), 1)
         self.display.fact(

@@ -25,7 +25,6 @@ class RunDir:
         self.plot = path / "loss.png"
         self.text = path / "text.json"
         self.tokenizer = path / "tokenizer.json"
-        self.profile = path / "profile"
 
     def bad_batch(self, step: int) -> Path:
         return self.path / f"bad_batch_{step}.npy"

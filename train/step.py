@@ -101,11 +101,10 @@ class Program:
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
         # After a bad step nothing changes any more: the state stays that before it until the host
         # notices, which reads a step's metrics only after it has started the next.
-        keep = lambda accept: lambda new, old: jnp.where(accept, new, old)
+        keep = lambda new, old: jnp.where(good, new, old)
         params = optax.apply_updates(state.params, updates)
-        params = jax.tree.map(keep(good), params, state.params)
-        after, params = _after(params, good, self.mesh)
-        optimizer = jax.tree.map(keep(after), optimizer, state.optimizer)
+        params = jax.tree.map(keep, params, state.params)
+        optimizer = jax.tree.map(keep, optimizer, state.optimizer)
         rate = jnp.asarray(self.learning_rate(state.step), jnp.float32)
         step = state.step + jnp.where(good, 1, 0)
         return State(step, params, optimizer, ~good), Metrics(loss, grad_norm, rate, ~good)
@@ -210,24 +209,6 @@ def laid_out_as(shardings: Params, gradient: Params, mesh: Mesh) -> Params:
         return jax.shard_map(_row_major, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
     return jax.tree.map(lay_out, gradient, shardings)
-
-
-def _after(params: Params, accept: Array, mesh: Mesh) -> tuple[Array, Params]:
-    """On CPUs, orders computations from the returned `accept` after the parameter update.
-
-    There XLA computes an optimizer's moments twice, for themselves and for the parameters. Without
-    an order, the first would overwrite the old moments while the second may still read them, so XLA
-    copies all moments at every step. On other platforms one kernel can have all three results, and
-    nothing is done.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return accept, params
-    accept, params = jax.lax.optimization_barrier((accept, params))
-    if mesh.size == 1 and jax.__version_info__ < (0, 11):
-        # That version drops barriers before it places copies, but keeps data dependences.
-        some = sum(x.ravel()[0] for x in jax.tree.leaves(params))
-        accept &= some == some
-    return accept, params
 
 
 def _row_major(x: Array) -> Array:

@@ -50,7 +50,7 @@ def test_dump_reads_back_the_same(yaml_file):
         ("mesh: 3\n", ["--mesh=3"]),
         ("steps: many\n", ["--steps", "'many'"]),
         ("steps: null\n", ["--steps", "None"]),
-        ("profile: 3\n", ["3"]),
+        ("mesh.sequence: 3\n", ["3"]),
         ("optim:\n  lr: fast\n", ["--optim.lr", "'fast'"]),
         ("preset: huge\n", ["--preset", "'huge'", "'tiny'"]),
         ("out_dir: ''\n", ["--out-dir= is empty"]),
@@ -71,9 +71,9 @@ def test_mistakes_in_a_file_name_the_setting_and_the_value(yaml_file, capsys, co
 
 
 def test_switches_are_set_and_unset(yaml_file):
-    path = yaml_file("profile: true\nmesh: {sequence: true}\nmodel.tie_embeddings: false\n")
+    path = yaml_file("model.qk_norm: true\nmesh: {sequence: true}\nmodel.tie_embeddings: false\n")
     config = parse(["train", "--config", str(path), "--mesh.no-sequence"])
-    assert (config.profile, config.mesh.sequence) == (True, False)
+    assert (config.model.qk_norm, config.mesh.sequence) == (True, False)
     assert not config.model.tie_embeddings and parse(["train"]).model.tie_embeddings
 
 

