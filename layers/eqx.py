@@ -31,11 +31,19 @@ class _Norm(eqx.Module):
     implementation: Implementation = eqx.field(static=True)
 
     def __init__(
-        self: Any, shape: Any, eps: Any, *args: Any, implementation: Implementation, **kwargs: Any
+        self: Any,
+        shape: int | Sequence[int],
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        implementation: Implementation = None,
+        **kwargs: Any,
     ):
         modules.check_eps(f"eqx.nn.{self._kind}", "eps", eps)
         equinox: Any = super()
-        equinox.__init__(shape, eps, *args, **kwargs)
+        equinox.__init__(shape, eps, use_weight, use_bias, dtype, **kwargs)
         self.implementation = modules.check_options(implementation)
 
     def __call__(self: Any, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
@@ -90,19 +98,6 @@ class RMSNorm(_Norm, eqx.nn.RMSNorm):
 
     _kind, _norm = "RMSNorm", staticmethod(rms_norm)
 
-    def __init__(
-        self,
-        shape: int | Sequence[int],
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        implementation: Implementation = None,
-    ):
-        given = shape, eps, use_weight, use_bias, dtype
-        super().__init__(*given, implementation=implementation)
-
 
 class LayerNorm(_Norm, eqx.nn.LayerNorm):
     """`equinox.nn.LayerNorm` computed by `normfuse.layer_norm`.
@@ -115,21 +110,6 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
     """
 
     _kind, _norm = "LayerNorm", staticmethod(layer_norm)
-
-    def __init__(
-        self,
-        shape: int | Sequence[int],
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        elementwise_affine: bool | None = None,
-        implementation: Implementation = None,
-    ):
-        given = shape, eps, use_weight, use_bias, dtype
-        options = {"elementwise_affine": elementwise_affine, "implementation": implementation}
-        super().__init__(*given, **options)
 
 
 class _Options(eqx.Module):

@@ -365,8 +365,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/elementwise/op.py",
-        "            if loop.placed[k] == every\n            else compute",
-        "            if True\n            else compute",
+        "        if loop.placed[k] == every\n        else compute",
+        "        if True\n        else compute",
         "tests/layers/test_elementwise_derivative.py"
         "::test_a_gradient_that_is_a_sum_is_rounded_once",
     ),

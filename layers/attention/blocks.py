@@ -210,17 +210,14 @@ class _Tiles:
 
     # -------------------------------- operands, block by block
 
-    def rows(self, x: Array) -> Array:
+    def rows(self, x: Array, fill: float = 0) -> Array:
         """`(*batch, length, heads, group, n)` as `(blocks, *batch, heads, group · rows, n)`."""
-        return self._rows(jnp.moveaxis(x, -4, -2), 0)
+        cut = _cut(jnp.moveaxis(x, -4, -2), self.row_blocks, self.rows_, fill)
+        return cut.reshape(*cut.shape[:-3], -1, cut.shape[-1])
 
     def numbers_of(self, x: Array, fill: float) -> Array:
         """`(*batch, heads, group, length)` as `(blocks, *batch, heads, group · rows)`."""
-        return self._rows(x[..., None], fill)[..., 0]
-
-    def _rows(self, x: Array, fill: float) -> Array:
-        cut = _cut(x, self.row_blocks, self.rows_, fill)
-        return cut.reshape(*cut.shape[:-3], -1, cut.shape[-1])
+        return self.rows(jnp.moveaxis(x[..., None], -2, -4), fill)[..., 0]
 
     def keys(self, x: Array) -> Array:
         """`(*batch, keys, heads, n)` as `(blocks, *batch, heads, keys of one, n)`."""
@@ -228,15 +225,12 @@ class _Tiles:
 
     def whole_rows(self, x: Array) -> Array:
         """The inverse of `rows`."""
-        return jnp.moveaxis(self._whole_rows(x), -2, -4)
+        split = x.reshape(*x.shape[:-2], self.sizes[self.d.group], self.rows_, x.shape[-1])
+        return jnp.moveaxis(_joined(split, self.sizes[self.d.length]), -2, -4)
 
     def whole_numbers(self, x: Array) -> Array:
         """The inverse of `numbers_of`."""
-        return self._whole_rows(x[..., None])[..., 0]
-
-    def _whole_rows(self, x: Array) -> Array:
-        split = x.reshape(*x.shape[:-2], self.sizes[self.d.group], self.rows_, x.shape[-1])
-        return _joined(split, self.sizes[self.d.length])
+        return jnp.moveaxis(self.whole_rows(x[..., None]), -4, -2)[..., 0]
 
     def whole_keys(self, x: Array) -> Array:
         """The inverse of `keys`."""

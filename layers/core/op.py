@@ -100,6 +100,7 @@ class Op:
       types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
         say; only an optimization.
       formula: the differentiable results in plain JAX, where derivatives are not of `definition`.
+      tangent: `(spec, operands, tangents, order) -> tangents` of the results, if not of a formula.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
     """
@@ -121,6 +122,7 @@ class Op:
     linear: bool = False
     types: Callable[..., Sequence[Any] | None] | None = None
     formula: Body | None = None
+    tangent: Callable[..., Results] | None = None
     without_last: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
@@ -301,11 +303,8 @@ def jvp_along(
     return jax.jvp(moved, [primals[i] for i in along], [*along.values()])
 
 
-def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_eqn: Any) -> Any:
+def _drop_last(without_last: Callable[[Any], Any], used: list[bool], eqn: Any) -> Any:
     """Dead code: the last results are not computed when nobody uses them."""
-    eqn = live_and_eqn[-1]
-    if not any(used):
-        return [False] * len(eqn.invars), None
     while not used[-1] and (spec := without_last(eqn.params["spec"])) is not None:
         used = used[:-1]
         eqn = eqn.replace(outvars=eqn.outvars[:-1], params={**eqn.params, "spec": spec})
@@ -530,7 +529,9 @@ class _Operation:
         """Batches of the operation itself are its own rule's."""
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> Sequence[Array]:
-        """Returns the tangent of the definition."""
+        """Returns the tangent of the definition, unless the operation has one of its own."""
+        if self.differentiated.tangent:
+            return self.differentiated.tangent(self.spec, kept[0], tangents, order=self.order)
         formula = self.differentiated.formula or self.differentiated.plain
         along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, kept[0])]
         return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], along)[1]

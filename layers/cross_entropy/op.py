@@ -657,11 +657,8 @@ def _backward(
     return [next(found) if wants else None for wants in wanted]
 
 
-def _without_gradients(used: list[bool], *live_and_eqn: Any) -> Any:
+def _without_gradients(used: list[bool], eqn: Any) -> Any:
     """Dead code: where nobody uses a gradient the statistics alone are computed."""
-    eqn = live_and_eqn[-1]
-    if not any(used):
-        return [False] * len(eqn.invars), None
     if any(used[3:]):
         return [True] * len(eqn.invars), eqn
     invars = [*eqn.invars[:3], *eqn.invars[4:]]

@@ -8,6 +8,7 @@ plain JAX, which XLA fuses into one loop itself. Forward mode and higher orders 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -144,32 +145,21 @@ def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Lay
     return dataclasses.replace(layout, grid_y=grid_y)
 
 
-def forward_on_cuda(target: Target, spec: Epilogue, z: Any, *rest: Any) -> list[Array]:
-    """`(z[, up][, bias]) -> (y,)`."""
-    names = ["Z"] + ["UP"] * spec.has_up + ["BIAS"] * spec.has_bias
-    operands = dict(zip(names, (z, *rest), strict=True))
-    results = {"Y": jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.out_dtype))}
-    return _launch(target, "forward", spec, operands, results)
+_PLACES = {"Y": "Z", "DZ": "Z", "DUP": "UP", "VALUE": "DY"}  # what each result is as large as
 
 
-def backward_on_cuda(target: Target, spec: Epilogue, dy: Any, z: Any, *rest: Any) -> list[Array]:
-    """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`."""
-    names = ["DY", "Z"] + ["UP"] * spec.has_up + ["BIAS"] * spec.has_bias
-    operands = dict(zip(names, (dy, z, *rest), strict=True))
-    like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
-    results: dict[str, Any] = {"DZ": like(z)}
-    if spec.has_up:
-        results["DUP"] = like(operands["UP"])
-    if spec.with_dbias:
-        results["PARTIAL"] = None
-    if spec.with_value:
-        results["VALUE"] = like(dy)
-    return _launch(target, "backward", spec, operands, results)
-
-
-def _launch(
-    target: Target, kernel: str, spec: Epilogue, operands: dict[str, Any], results: dict[str, Any]
-) -> list[Array]:
+def _on_cuda(kernel: str, target: Target, spec: Epilogue, *arrays: Any) -> list[Array]:
+    """Launches the "forward" or the "backward", of the definition's operands and results."""
+    is_backward = kernel == "backward"
+    names = [*["DY"] * is_backward, "Z", *["UP"] * spec.has_up, *["BIAS"] * spec.has_bias]
+    operands = dict(zip(names, arrays, strict=True))
+    of_bias = ["PARTIAL"] * spec.with_dbias
+    gradients = ["DZ", *["DUP"] * spec.has_up, *of_bias, *["VALUE"] * spec.with_value]
+    results: dict[str, Any] = dict.fromkeys(gradients if is_backward else ["Y"])
+    for name in results.keys() & _PLACES.keys():
+        like = operands[_PLACES[name]]
+        dtype = like.dtype if is_backward else jnp.dtype(spec.out_dtype)
+        results[name] = jax.ShapeDtypeStruct(like.shape, dtype)
     dtypes = [a.dtype for a in (*operands.values(), *filter(None, results.values()))]
     compute = cuda_compute_dtype(dtypes)
     itemsize = max(d.itemsize for d in dtypes)
@@ -185,7 +175,7 @@ def _launch(
         "KERNEL": f"epilogue_{kernel}",
         "COMPUTE_TYPE": CUDA_TYPES[compute.name],
         "APPROXIMATE": int(itemsize == 2),
-        "GRADIENT": int(kernel == "backward"),
+        "GRADIENT": int(is_backward),
         "HAS_UP": int("UP_TYPE" in macros),
         "HAS_BIAS": int("BIAS" in operands),
         "WITH_DBIAS": int("PARTIAL" in results),
@@ -196,7 +186,6 @@ def _launch(
         "UNROLL": layout.unroll,
         "MIN_BLOCKS": layout.min_blocks,
     }
-    places = {"DZ": "Z", "DUP": "UP", "VALUE": "DY"}
     # The rows of a block add their bias gradients in shared memory.
     shared = layout.width * layout.height * layout.vector * compute.itemsize
     done = launch(
@@ -211,9 +200,9 @@ def _launch(
         shared=shared if "PARTIAL" in results else 0,
         ints=(layout.rows, layout.columns),
         aliases={  # each gradient overwrites its array, which is no longer read
-            list(operands).index(places[name]): i
+            names.index(_PLACES[name]): i
             for i, (name, result) in enumerate(results.items())
-            if name in places and result.dtype == operands[places[name]].dtype
+            if name not in ("Y", "PARTIAL") and result.dtype == operands[_PLACES[name]].dtype
         },
     )
     named = dict(zip(results, done, strict=True))
@@ -222,6 +211,8 @@ def _launch(
     return list(named.values())
 
 
+forward_on_cuda = functools.partial(_on_cuda, "forward")
+backward_on_cuda = functools.partial(_on_cuda, "backward")
 forward_kernel = Kernel("epilogue_forward", define_forward, {"cuda": forward_on_cuda})
 backward_kernel = Kernel("epilogue_backward", define_backward, {"cuda": backward_on_cuda})
 
@@ -397,34 +388,29 @@ def finish(
 
     The activation's derivative is recomputed from y: nothing of y's size is kept in float32.
     """
-    if up is not None:
-        wide = compute_dtype(dtype)
-        gate = lambda y, up: finish(y, bias, activation, wide) * up.astype(wide)
-        gated = lambda y, up: gate(y, up).astype(dtype)
-        return jax.checkpoint(gated, prevent_cse=False)(y, up)
     function = None if activation is None else resolve(activation)
-    if bias is None and function is None:
+    if bias is None and function is None and up is None:
         return y.astype(dtype)
     compute = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else compute_dtype(dtype)
 
-    def epilogue(y, *bias):
+    def epilogue(y, bias, up):
         z = y.astype(compute)
-        for b in bias:
-            z = z + b.astype(compute)
-        if function is None:
-            return z.astype(dtype)
-        result = function(z)
+        if bias is not None:
+            z = z + bias.astype(compute)
+        result = z if function is None else function(z)
         if jnp.shape(result) != z.shape:
             raise ValueError(
                 f"activation must keep the shape of its input, {z.shape}; {activation!r} returned "
                 f"{jnp.shape(result)}"
             )
+        if up is not None:
+            result = result.astype(compute) * up.astype(compute)
         return result.astype(dtype)
 
-    if function is not None:
+    if function is not None or up is not None:
         epilogue = jax.checkpoint(epilogue, prevent_cse=False)
-    if bias is None:
-        return epilogue(y)
-    rows = y.ndim - bias.ndim
-    bias = rounded(match(bias, y, range(rows, y.ndim)), y.dtype)
-    return epilogue(y, jnp.expand_dims(bias, range(rows)))
+    if bias is not None:
+        rows = y.ndim - bias.ndim
+        bias = rounded(match(bias, y, range(rows, y.ndim)), y.dtype)
+        bias = jnp.expand_dims(bias, range(rows))
+    return epilogue(y, bias, up)

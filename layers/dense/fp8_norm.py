@@ -105,11 +105,8 @@ def _push_encoded(primals: Any, tangents: Any, *, spec: Encoded, order: Order) -
     return jvp_along(functools.partial(_define_encoded, spec), primals, tangents)
 
 
-def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
+def _drop_qt(_: list[bool], eqn: Any) -> Any:
     """Dead code: without a derivative nobody reads qt, and the norm need not write it."""
-    eqn = live_and_eqn[-1]
-    if not any(used):
-        return [False] * len(eqn.invars), None
     spec, reads = eqn.params["spec"], [True] * len(eqn.invars)
     if spec.has_qt:
         reads[3] = False

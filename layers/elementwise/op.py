@@ -32,9 +32,9 @@ from ..core.op import (
     Loose,
     Op,
     jvp_along,
-    linear,
     match,
     moves,
+    tangents_of,
     vary,
     varying_axes,
 )
@@ -292,49 +292,35 @@ def _compile_early(ctx: Any, loop: Loop, order: Order) -> Order:
 # ---------------------------------------------------------------- derivative
 
 
-@dataclasses.dataclass(frozen=True)
-class _Derivative:
-    """A loop whose derivative is C++ text, as a function (`core.op`). Kept are its operands."""
+def _tangent(loop: Loop, operands: Arrays, tangents: Arrays, *, order: Order) -> Results:
+    """Returns the tangent of the result of a function whose derivative is C++ text."""
+    moving = [k for k, t in enumerate(tangents) if t is not None]
+    function: Any = loop.function
+    placed = [*loop.placed, *[loop.placed[k] for k in moving]]
+    tangent = loop.of(function.derived("tangent", tuple(moving)), placed, loop.out)
+    return call(tangent, [*operands, *[tangents[k] for k in moving]], order)
 
-    loop: Loop
-    order: Order
 
-    @property
-    def op(self) -> str:
-        """The function's name."""
-        return self.loop.op
-
-    def rows(self, kept: Any) -> None:
-        """A batch is one of the loops' own."""
-
-    def tangent(self, kept: Any, tangents: Sequence[Any]) -> Results:
-        """Returns that of the result, by one kernel."""
-        loop, moving = self.loop, [k for k, t in enumerate(tangents) if t is not None]
-        function: Any = loop.function
-        placed = [*loop.placed, *[loop.placed[k] for k in moving]]
-        tangent = loop.of(function.derived("tangent", tuple(moving)), placed, loop.out)
-        return call(tangent, [*kept, *[tangents[k] for k in moving]], self.order)
-
-    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
-        """Returns those of the operands, by one kernel and the sums of broadcast ones."""
-        loop, (ct,) = self.loop, cts
-        function: Any = loop.function
-        wanted = [k for k, like in enumerate(likes) if like is not None]
-        every = tuple(range(ct.ndim))
-        types = [  # compute dtypes of the arrays summed below
-            likes[k].dtype.name
-            if loop.placed[k] == every
-            else compute_dtype(function.operands[k][0], loop.bound).name
-            for k in wanted
-        ]
-        gradient = function.derived("gradient", tuple(wanted))
-        results = call(loop.of(gradient, (*loop.placed, every), types), [*kept, ct], self.order)
-        found: list[Any] = [None] * len(likes)
-        for k, result in zip(wanted, results, strict=True):
-            if loop.placed[k] != every:
-                result = jnp.sum(result, [d for d in every if d not in loop.placed[k]])
-            found[k] = result.astype(likes[k].dtype)
-        return found
+def _gradients(
+    loop: Loop, cts: Any, operands: Any, _: Any, wanted: Sequence[bool], *, order: Order
+) -> list[Any]:
+    """Returns those of the operands, by one kernel and the sums of broadcast ones."""
+    (ct,), moving = cts, [k for k, wants in enumerate(wanted) if wants]
+    function: Any = loop.function
+    every = tuple(range(ct.ndim))
+    types = [  # compute dtypes of the arrays summed below
+        operands[k].dtype.name
+        if loop.placed[k] == every
+        else compute_dtype(function.operands[k][0], loop.bound).name
+        for k in moving
+    ]
+    gradient = function.derived("gradient", tuple(moving))
+    results = call(loop.of(gradient, (*loop.placed, every), types), [*operands, ct], order)
+    found: list[Any] = [None] * len(wanted)
+    for k, result in zip(moving, results, strict=True):
+        absent = [d for d in every if d not in loop.placed[k]]
+        found[k] = jnp.sum(result, absent) if absent else result
+    return found
 
 
 def _jvp(primals: Any, tangents: Any, *, spec: Loop, order: Order) -> Any:
@@ -354,7 +340,8 @@ def _jvp(primals: Any, tangents: Any, *, spec: Loop, order: Order) -> Any:
     for k, tangent in enumerate(tangents):
         if moves(tangent):
             function.partial(k)  # raises an error where there is none
-    return results, linear(_Derivative(spec, order), list(primals), tangents, results)
+    found = tangents_of(elementwise, _gradients, spec, primals, tangents, results, order=order)
+    return results, found
 
 
 elementwise = Op(
@@ -366,5 +353,6 @@ elementwise = Op(
     batch=_batch,
     before=_compile_early,
     jvp=_jvp,
+    tangent=_tangent,
     types=lambda loop, *operands: loop.types(operands),
 )

@@ -531,10 +531,9 @@ class Derivative:
         """Returns that of the definition, which does not depend on the bias."""
         (h, scale, _), (dh, dscale, dbias) = kept, tangents
         norm = replace(self.norm, has_residual=False, has_bias=dbias is not None)
-        bias = [] if dbias is None else [jnp.zeros_like(dbias)]
-        operands, moving = [h, scale, *bias], [dh, dscale, dbias]
-        if scale is None:
-            operands, moving = [h, *bias], [dh, dbias]
+        bias = None if dbias is None else jnp.zeros_like(dbias)
+        pairs = (h, dh), (scale, dscale), (bias, dbias)
+        operands, moving = zip(*[pair for pair in pairs if pair[0] is not None])
         dy, *more = jvp_along(functools.partial(define_forward, norm), operands, moving)[1]
         own = [jnp.zeros_like(h) if dh is None else dh] * self.norm.has_residual
         return [dy, *own, *more]

@@ -333,11 +333,8 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: NormCodes, order: Order) -> An
     return results, [out.index(at) if out else None for out in outputs]
 
 
-def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
+def _drop_qt(used: list[bool], eqn: Any) -> Any:
     """Dead code: qt is not written if nobody reads it, as in a forward alone."""
-    eqn = live_and_eqn[-1]
-    if not any(used):
-        return [False] * len(eqn.invars), None
     spec = eqn.params["spec"]
     if spec.codes.has_q and spec.codes.has_qt and not used[1]:
         params = {**eqn.params, "spec": replace(spec, codes=replace(spec.codes, has_qt=False))}
