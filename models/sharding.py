@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..layers.core.sharding import axes_of
+from ..layers.core.sharding import axes_of, without
 from .config import TransformerConfig
 from .parameters import name_of
 
@@ -146,11 +146,7 @@ def _auto_axes() -> dict[str, int]:
 
 def on_mesh(spec: P, axes: Container[str]) -> P:
     """Returns `spec` with only those of its axes that are in `axes`."""
-    entries = []
-    for entry in spec:
-        kept = tuple(name for name in axes_of(entry) if name in axes)
-        entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
-    return P(*entries)
+    return P(*[without(entry, {a for a in axes_of(entry) if a not in axes}) for entry in spec])
 
 
 @functools.cache

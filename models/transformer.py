@@ -250,46 +250,37 @@ def embed(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:
     return _look_up(tokens, table, dtype, sharding, P(words or None, None))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding, words: P) -> Array:
     """The table's rows, rounded before they move between devices, not after.
 
     In bfloat16 the table's pieces (FSDP) and the sum over the vocabulary's parts then take half the
     bytes. The gradient sums a token's occurrences in float32 (float64), and is the table's dtype.
     """
-    parts, every = constrain(table.astype(dtype), words), _without(sharding, words)
-    x = jnp.take(parts, constrain(tokens, every.tokens), axis=0, mode="clip")
+    known, x = _known_rows(tokens, table.astype(dtype), dtype, sharding, words)
+    return jnp.where(known, x, jnp.nan)
+
+
+@_look_up.defjvp
+def _(dtype: str, sharding: Sharding, words: P, primals: Any, tangents: Any) -> Any:
+    (tokens, table), (_, dtable) = primals, tangents
+    wide = dtable.astype(compute_dtype(table.dtype))
+    known, dx = _known_rows(tokens, wide, dtype, sharding, words)
+    return _look_up(tokens, table, dtype, sharding, words), jnp.where(known, dx, 0)
+
+
+def _known_rows(
+    tokens: Array, table: Array, dtype: str, sharding: Sharding, words: P
+) -> tuple[Array, Array]:
+    """Returns which tokens are known, `(batch, seq, 1)`, and their rows of a table, in `dtype`."""
+    # Rows are on every device with a part of the words.
+    every = functools.reduce(Sharding.without, axes_of(words[0]), sharding)
+    parts, indices = constrain(table, words), constrain(tokens, every.tokens)
+    x = jnp.take(parts, indices, axis=0, mode="clip").astype(dtype)
+    known = (tokens >= 0) & (tokens < table.shape[0])
     # Summed over the parts before it is split along the rows or the sequence, with nothing between:
     # XLA makes one reduce-scatter of a sum and the slice of it.
-    x = constrain(constrain(x, every.block_input), sharding.residual)
-    known = (tokens >= 0) & (tokens < table.shape[0])
-    return jnp.where(known[..., None], x, jnp.nan)
-
-
-def _without(sharding: Sharding, words: P) -> Sharding:
-    """Returns the sharding of rows that are there on every device with a part of the words."""
-    return functools.reduce(Sharding.without, axes_of(words[0]), sharding)
-
-
-def _look_up_forward(
-    tokens: Array, table: Array, dtype: str, sharding: Sharding, words: P
-) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(tokens, table, dtype, sharding, words), (tokens, table)
-
-
-def _look_up_backward(
-    dtype: str, sharding: Sharding, words: P, residuals: tuple[Array, Array], dx: Array
-) -> tuple[None, Array]:
-    del dtype
-    tokens, table = residuals
-    every = _without(sharding, words)
-    tokens, dx = constrain(tokens, every.tokens), constrain(dx, every.block_input)
-    zeros = constrain(jnp.zeros(table.shape, compute_dtype(table.dtype)), words)
-    sums = constrain(zeros.at[tokens].add(dx.astype(zeros.dtype), mode="drop"), words)
-    return None, sums.astype(table.dtype)  # scattered over devices before it is rounded
-
-
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+    return known[..., None], constrain(constrain(x, every.block_input), sharding.residual)
 
 
 @jax.custom_vjp

@@ -145,7 +145,8 @@ class Run:
         if not finished:
             self.checkpoints.close()
             where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save"
-            who, steps = self._who_stopped(), self.config.steps
+            who = self.stop.signal.name if self.stop.signal else "another process"
+            steps = self.config.steps
             self.display.note(f"stopped by {who} after step {done} of {steps}, {where}")
             command = f"normfuse train --config {shlex.quote(str(self.out.config))}"
             self.display.note(f"continue with: {command}")
@@ -279,6 +280,3 @@ class Run:
             f"last {len(losses)} steps)",
         )
         self.display.fact("validation", str(validation))
-
-    def _who_stopped(self) -> str:
-        return self.stop.signal.name if self.stop.signal else "another process"

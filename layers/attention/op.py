@@ -87,26 +87,12 @@ _forward = _Share("attention_share", blocks.forward, "forward")
 _gradients = _Share("attention_gradients_share", blocks.gradients, "gradients")
 
 
-def _forward_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
-    del split
-    return _forward(spec, *operands, order=order)
-
-
 def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
     dq, dk, dv, *dbias = _gradients(spec, *operands, order=order)
     d = numbers(operands[0].ndim)
     dk, dv = split.psum(dk, [d.group]), split.psum(dv, [d.group])
     absent = [n for n in d.rows if n not in spec.dims.get("bias", ())]
     return [dq, dk, dv, *[split.psum(b, absent) for b in dbias]]
-
-
-# ---------------------------------------------------------------- dimensions
-
-
-def _undivided(spec: Spec, q_ndim: int, k_ndim: int) -> Dimensions:
-    del spec, k_ndim
-    d = numbers(q_ndim)
-    return d.length, d.width, d.keys
 
 
 # ---------------------------------------------------------------- batching
@@ -149,10 +135,6 @@ def _batch(
 # in memory, where out and the statistics are functions of the other operands.
 
 
-def _out(spec: Spec, *operands: Array) -> list[Array]:
-    return [blocks.square(spec, *operands)[0]]
-
-
 def _backward(
     spec: Spec, cts: Any, operands: Any, results: Any, wanted: Any, *, order: Order
 ) -> list[Any]:
@@ -184,8 +166,9 @@ def _gradients_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> 
 # ---------------------------------------------------------------- operations
 
 
-def _without_last(spec: Spec) -> Spec | None:
-    return replace(spec, statistics=spec.statistics - 1) if spec.statistics else None
+def _undivided(spec: Spec, q_ndim: int, k_ndim: int) -> Dimensions:
+    d = numbers(q_ndim)
+    return d.length, d.width, d.keys
 
 
 _op = functools.partial(Op, leads=(0, 1), undivided=_undivided, before=_refuse_plain, batch=_batch)
@@ -193,10 +176,10 @@ attention = _op(
     "attention",
     blocks.forward,
     dims=Spec.forward_dims,
-    body=_forward_body,
+    body=lambda spec, split, *operands, order: _forward(spec, *operands, order=order),
     jvp=_forward_jvp,
-    formula=_out,
-    without_last=_without_last,
+    formula=lambda spec, *operands: [blocks.square(spec, *operands)[0]],
+    without_last=lambda s: replace(s, statistics=s.statistics - 1) if s.statistics else None,
 )
 gradients = _op(
     "attention_gradients",

@@ -279,10 +279,6 @@ def _operands(spec: Epilogue, ndim: int) -> tuple[tuple[int, ...], ...]:
     return (z, *[z] * spec.has_up, *[Loose(spec.axes)] * spec.has_bias)
 
 
-def _forward_dims(spec: Epilogue, ndim: int) -> Dims:
-    return _operands(spec, ndim), (tuple(range(ndim)),)
-
-
 def _backward_dims(spec: Epilogue, ndim: int) -> Dims:
     z = tuple(range(ndim))
     more = [*[z] * spec.has_up, *[Loose(spec.axes)] * spec.with_dbias, *[z] * spec.with_value]
@@ -323,7 +319,7 @@ def _jvp(primals: Any, tangents: Any, *, spec: Epilogue, order: Order) -> Any:
 forward = Op(
     "epilogue",
     define_forward,
-    dims=_forward_dims,
+    dims=lambda spec, ndim: (_operands(spec, ndim), (tuple(range(ndim)),)),
     body=_forward_body,
     batched=_batched,
     jvp=_jvp,

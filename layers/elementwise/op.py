@@ -22,7 +22,6 @@ from jax import Array
 from jax.interpreters import ad
 
 from ...native import cache, compiler, host_compiler, registry
-from ...native.compiler import CompileError
 from ...native.dtypes import NARROW
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
@@ -129,38 +128,21 @@ def layout_of(loop: Loop, operands: Sequence[Any]) -> tuple[Layout, tuple[int, .
     return dataclasses.replace(layout, wide=wide), sizes
 
 
-def explain(log: str, pieces: dict[str, str]) -> str:
-    """Returns `log`, with each line of `pieces` that it names."""
-    shown = {}
-    for file, number in re.findall(r"^(<[^>\n]*>)[(:](\d+)", log, re.MULTILINE):
-        lines = pieces.get(file, "").splitlines()
-        if 0 < int(number) <= len(lines):
-            shown[file, number] = lines[int(number) - 1].strip()
-    quoted = [f"  {file} line {number}:  {line}" for (file, number), line in shown.items()]
-    return "\n".join([log.rstrip(), *quoted])
+def _explained(body: Callable[..., Results], loop: Loop, *operands: Array) -> Results:
+    """Returns what `body` does; raises one clear error if neither it nor a definition can serve."""
+    if 0 in loop.shape(operands):
+        return [jnp.zeros(t.shape, t.dtype) for t in loop.types(operands)]
+    try:
+        return body(loop, *operands)
+    except Unsupported as error:
+        if loop.function.definition is not None:
+            raise
+        raise NotImplementedError(
+            f"{loop.op}: {error}. Pass definition=, the function in plain JAX, to elementwise, "
+            "and it will serve where C++ cannot."
+        ) from error
 
 
-def _explaining(body: Callable[..., Results]) -> Callable[..., Results]:
-    """Returns `body` with one clear error if neither it nor a definition can serve."""
-
-    @functools.wraps(body)
-    def checked(target: Any, loop: Loop, *operands: Array) -> Results:
-        if 0 in loop.shape(operands):
-            return [jnp.zeros(t.shape, t.dtype) for t in loop.types(operands)]
-        try:
-            return body(target, loop, *operands)
-        except Unsupported as error:
-            if loop.function.definition is not None:
-                raise
-            raise NotImplementedError(
-                f"{loop.op}: {error}. Pass definition=, the function in plain JAX, to "
-                "elementwise, and it will serve where C++ cannot."
-            ) from error
-
-    return checked
-
-
-@_explaining
 def _on_cpu(arch: str, loop: Loop, *operands: Array) -> Results:
     layout, sizes = layout_of(loop, operands)
     image = _library(arch, loop, layout)
@@ -176,7 +158,6 @@ def _on_cpu(arch: str, loop: Loop, *operands: Array) -> Results:
     )
 
 
-@_explaining
 def _on_cuda(target: Target, loop: Loop, *operands: Array) -> Results:
     layout, sizes = layout_of(loop, operands)
     source, types = code.cuda_source(loop.function, layout), loop.types(operands)
@@ -204,9 +185,9 @@ class _Compiled(Kernel):
     """A kernel whose C++ is compiled for the processor at hand too."""
 
     def native(self, platform: str | None, ctx: Any) -> Callable[..., Any]:
-        if platform == "cpu":
-            return functools.partial(_on_cpu, _host_arch(ctx))
-        return super().native(platform, ctx)
+        of_host = functools.partial(_on_cpu, _host_arch(ctx))
+        body = of_host if platform == "cpu" else super().native(platform, ctx)
+        return functools.partial(_explained, body)
 
     def fused_by_xla(self, platform: str | None) -> bool:
         return False  # the user's own C++ serves on CPUs: report it if it cannot
@@ -279,13 +260,10 @@ def _compile_early(ctx: Any, loop: Loop, order: Order) -> Order:
     for platform in ctx.module_context.platforms:
         with contextlib.suppress(Unsupported):  # the lowering reports it, and its substitute
             layout, _ = layout_of(loop, ctx.avals_in)
-            try:
-                if platform == "cpu":
-                    _library(_host_arch(ctx), loop, layout)
-                elif platform == "cuda":
-                    cache.get(code.cuda_source(loop.function, layout), {}, target_for(ctx).arch)
-            except CompileError as error:
-                raise CompileError(explain(str(error), dict(loop.function.pieces))) from None
+            if platform == "cpu":
+                _library(_host_arch(ctx), loop, layout)
+            elif platform == "cuda":
+                cache.get(code.cuda_source(loop.function, layout), {}, target_for(ctx).arch)
     return order
 
 

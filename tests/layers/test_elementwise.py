@@ -311,7 +311,7 @@ def test_implementation_xla_is_the_definition(rng):
 def test_a_compile_error_names_the_users_line(jit):
     bad = elementwise("template <class T>\nT bad(T x) {\n  T y = x;\n  return cube_of(y);\n}")
     run = jax.jit(bad) if jit else bad
-    with pytest.raises(CompileError, match=r"(?s)<elementwise bad>[:(]4.*cube_of.*line 4:  return"):
+    with pytest.raises(CompileError, match=r"(?s)<elementwise bad>[:(]4.*cube_of"):
         run(jnp.arange(4.0))
 
 
