@@ -1,7 +1,6 @@
 """Parts that the modules of all three frameworks share."""
 
 import functools
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from jax import Array
 
 from ..native.implementation import Implementation, choose, report, requested
 from .core.activations import Activation, resolve
-from .core.arguments import Quantization, check_quantization, options_of
+from .core.arguments import Quantization, check_quantization, finite, options_of
 from .core.op import placed
 from .dense.epilogue import finish
 from .dense.gated import apply_product
@@ -19,18 +18,9 @@ from .dense.gated import mlp as apply_mlp
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:
-    """Refuses all but numbers, and numbers that make every output NaN; checks arrays when used.
-
-    Raises:
-      TypeError: if `eps` is neither a number nor an array.
-      ValueError: if it is a number, and negative or not finite.
-    """
-    known = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
-    if not known and not hasattr(eps, "dtype"):
-        raise TypeError(f"{layer}: {argument} must be a number, got {eps!r}")
-    value: Any = eps if known else 0  # an integer may be larger than any float
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{layer}: {argument} must be finite and at least 0, got {eps}")
+    """Refuses all but numbers that a norm can add, as `finite` does; checks arrays when used."""
+    if isinstance(eps, numbers.Real) or not hasattr(eps, "dtype"):
+        finite(layer, argument, eps, least=0)
 
 
 def check_options(

@@ -78,13 +78,11 @@ def coordination_client() -> Any:
 
 
 def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Sets `rule(used results, equation) -> (used operands, equation)`, where some are used."""
+    """Sets `rule(used results, ..., equation) -> (used operands, equation or None)` for dead code.
 
-    def remove(used: list[bool], *live_and_eqn: Any) -> Any:  # JAX 0.12 adds the live operands
-        eqn = live_and_eqn[-1]
-        return rule(used, eqn) if any(used) else ([False] * len(eqn.invars), None)
-
-    _dce_rules[primitive] = remove
+    JAX 0.12 passes which operands are live between the two.
+    """
+    _dce_rules[primitive] = rule
 
 
 def packed_attention(

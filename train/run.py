@@ -35,7 +35,7 @@ from .report import plot_loss
 from .run_dir import RunDir
 from .shutdown import StopRequest
 from .step import State, make_program
-from .text import Text, read
+from .text import Text, load
 from .tokenizer import Bpe
 
 _LAST_STEPS = 20  # the run prints their mean loss at the end
@@ -51,7 +51,8 @@ def train(config: TrainConfig) -> None:
     if config.out_dir is not None:
         config = dataclasses.replace(config, out_dir=expanded(config.out_dir, "--out-dir"))
     check(config)
-    text = read(config)
+    sizes = {"seq_len": config.seq_len, "vocab_size": config.model.vocab_size}
+    text = load(config.data.path, **sizes, tokenizer=config.data.tokenizer)
     distributed.initialize(config.distributed)
     with ExitStack() as stack:
         stack.enter_context(distributed.ending_alone())

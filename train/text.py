@@ -14,7 +14,6 @@ import numpy as np
 
 from . import UsageError
 from .arguments import expanded, named
-from .config import TrainConfig
 from .tokenizer import Bytes, Tokenizer, make_tokenizer
 
 HELD_OUT = 0.05
@@ -45,16 +44,6 @@ class Text:
             "sha256": self.sha256,
             "tokenizer": self.tokenizer.identity(),
         }
-
-
-def read(config: TrainConfig) -> Text:
-    """Reads a run's text; raises what `load` does."""
-    return load(
-        config.data.path,
-        seq_len=config.seq_len,
-        vocab_size=config.model.vocab_size,
-        tokenizer=config.data.tokenizer,
-    )
 
 
 def load(

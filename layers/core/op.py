@@ -138,7 +138,7 @@ class Op:
         if self.transpose or self.linear:
             ad.primitive_transposes[p] = self.transpose or self._plain_transpose
         if self.without_last:
-            jax_private.on_unused_results(p, functools.partial(_drop_last, self.without_last))
+            on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
     def __call__(self, spec: Any, *operands: Array, order: Order = BEST) -> Results:
         return self.primitive.bind(*operands, spec=spec, order=order)
@@ -301,6 +301,16 @@ def jvp_along(
         return function(*[given.get(i, a) for i, a in enumerate(primals)])
 
     return jax.jvp(moved, [primals[i] for i in along], [*along.values()])
+
+
+def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Sets `rule(used results, equation) -> (used operands, equation)`, where some are used."""
+
+    def remove(used: list[bool], *live_and_eqn: Any) -> Any:
+        eqn = live_and_eqn[-1]
+        return rule(used, eqn) if any(used) else ([False] * len(eqn.invars), None)
+
+    jax_private.on_unused_results(primitive, remove)
 
 
 def _drop_last(without_last: Callable[[Any], Any], used: list[bool], eqn: Any) -> Any:

@@ -25,11 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...native import jax_private
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
 from ...native.kernel import Kernel
-from ..core.op import Dims, Op, Split, batch_at, match, tangents_of
+from ..core.op import Dims, Op, Split, batch_at, match, on_unused_results, tangents_of
 from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
 from ..quantization.quantize import E5M2, MULTIPLE, Codes, fits, quantize_kernel
 from . import softmax
@@ -666,4 +665,4 @@ def _without_gradients(used: list[bool], eqn: Any) -> Any:
     return [True, True, True, False, *[True] * len(invars[3:])], eqn
 
 
-jax_private.on_unused_results(loss_gradients.primitive, _without_gradients)
+on_unused_results(loss_gradients.primitive, _without_gradients)

@@ -17,9 +17,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from ...native import jax_private
 from ...native.implementation import Order
-from ..core.op import Op, differentiable, equally_varying, jvp_along
+from ..core.op import Op, differentiable, equally_varying, jvp_along, on_unused_results
 from ..norm import op as rms_norm
 from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
@@ -118,4 +117,4 @@ def _drop_qt(_: list[bool], eqn: Any) -> Any:
 
 
 encoded = Op("fp8_encoded", _define_encoded, batch=_batch_encoded, jvp=_push_encoded)
-jax_private.on_unused_results(encoded.primitive, _drop_qt)
+on_unused_results(encoded.primitive, _drop_qt)

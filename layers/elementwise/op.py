@@ -128,7 +128,7 @@ def layout_of(loop: Loop, operands: Sequence[Any]) -> tuple[Layout, tuple[int, .
     return dataclasses.replace(layout, wide=wide), sizes
 
 
-def _explained(body: Callable[..., Results], loop: Loop, *operands: Array) -> Results:
+def _explained(body: Callable[..., Any], loop: Loop, *operands: Array) -> Results:
     """Returns what `body` does; raises one clear error if neither it nor a definition can serve."""
     if 0 in loop.shape(operands):
         return [jnp.zeros(t.shape, t.dtype) for t in loop.types(operands)]

@@ -20,15 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...native import jax_private
 from ...native.dtypes import promoted
 from ...native.implementation import BEST, PLAIN, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
-from ..core.op import Dims, Op, Split, batch_at, match
+from ..core.op import Dims, Op, Split, batch_at, match, on_unused_results
 from ..norm import op as rms_norm
 from ..norm.kernels import apply_kernel, forward_kernel, row_statistics_kernel
-from ..norm.layouts import MAX_CLUSTER, REGISTERS, round_up
+from ..norm.layouts import MAX_CLUSTER, REGISTERS, threads_for
 from ..norm.spec import Norm, add, rstd_of
 from .quantize import (
     COLUMNS,
@@ -118,7 +117,7 @@ def layout(
     vectors, most = -(-columns // 8), MAX_CLUSTER if target.clusters else 1
     # Threads of a block that are enough, if four rows of them are as many, and registers of each.
     wanted, registers = (128, 128) if has_residual else (256, 96)
-    width = {b: _width(-(-vectors // b)) for b in (8, 4, 2, 1) if b <= most}
+    width = {b: max(8, threads_for(-(-vectors // b), 1)) for b in (8, 4, 2, 1) if b <= most}
     fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * _NARROW]
     blocks = (fits or [1])[0]
     # Blocks of 16 rows a thread: two threads high if they fit, so that runs of qt have 32 bytes,
@@ -135,11 +134,6 @@ def layout(
             two = min(2, REGISTERS // _LEAST_REGISTERS // threads, room)
             return replace(chosen, min_blocks=max(1, two, fit))
     return None
-
-
-def _width(vectors: int) -> int:
-    """Threads along a row: whole warps, or a part of one."""
-    return max(8, 1 << (vectors - 1).bit_length()) if vectors <= 32 else round_up(vectors, 32)
 
 
 def shared_bytes(
@@ -344,7 +338,7 @@ def _drop_qt(used: list[bool], eqn: Any) -> Any:
 
 _rules = {"batch": _batch, "jvp": no_second_derivative}
 op = Op("quantize_norm_array", None, dims=_dims, body=_body, **_rules)
-jax_private.on_unused_results(op.primitive, _drop_qt)
+on_unused_results(op.primitive, _drop_qt)
 
 
 class Normalised(NamedTuple):

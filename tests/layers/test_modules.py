@@ -415,9 +415,9 @@ def test_bad_input_is_one_clear_error():
     makers += [lambda eps, c=c: c(8, eps=eps) for c in (ours_eqx.RMSNorm, ours_eqx.LayerNorm)]
     for make in makers:
         for eps in (float("nan"), float("inf"), -1e-6):
-            with pytest.raises(ValueError, match=r"Norm: eps(ilon)? must be finite and at least 0"):
+            with pytest.raises(ValueError, match=r"Norm: eps(ilon)? must be (finite|at least 0)"):
                 make(eps)
-        with pytest.raises(TypeError, match=r"Norm: eps(ilon)? must be a number, got True"):
+        with pytest.raises(TypeError, match=r"Norm: eps(ilon)? must be a .*number.*, got True"):
             make(True)
     linears = [
         (lambda **k: ours_nnx.Linear(8, 4, rngs=rngs, **k), nnx.PReLU()),
