@@ -265,15 +265,14 @@ class Fp8:
     """The recipe: all that is known of the FP8 products of one input when they are traced.
 
     As a function (`core.op`) it is a dense layer's product of args, a kernel and its main
-    gradient. The args are (x,), or (x, q, qt or None, scale) where they are `encoded`: then the
-    product reads codes of x, not its values; its tangent is theirs.
+    gradient. The args are (x,), or (x, q, qt or None, scale) where codes of x are there: then the
+    product reads these, not its values; its tangent is theirs.
     """
 
     op: str  # the function the user called
     product: Product  # the operands' dimensions, as letters
     dtype: str  # the compute dtype
     order: Order = BEST  # kernels to try
-    encoded: bool = False
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -295,15 +294,11 @@ class Fp8:
         """Returns the same of rows with one more dimension, the first."""
         return replace(self, product=self.product.with_batch())
 
-    def of_codes(self) -> "Fp8":
-        """Returns the same of an x whose codes are there."""
-        return replace(self, encoded=True)
-
     # -------- codes
 
     def codes(self, args: Sequence[Array], *, transposed: bool) -> Quantized:
         """Returns the codes of x as it lies and, for the gradient of a kernel, transposed."""
-        if not self.encoded:
+        if len(args) == 1:
             (x,), codes = args, Codes(FORMAT, True, transposed, self.op)
             return quantize(x, codes, split=x.ndim - 1, order=self.order)
         x, q, qt, scale = args
@@ -496,7 +491,7 @@ mlir.register_lowering(input_p, lambda ctx, x, **_: [x])
 class Marked:
     """A function that `fuse` may call with the codes of its input."""
 
-    spec: Any  # a function of `core.op` with `of_codes`
+    spec: Any  # a function of `core.op`, of args as in `Fp8`
     tree: Any  # the structure of its operands
     ndims: tuple[int, ...]  # ndim of each of their arrays
     batched: bool = False  # the function was vmapped in a way that spec lacks
@@ -505,7 +500,7 @@ class Marked:
 def mark_input(spec: Any, operands: Any) -> tuple[Array, ...]:
     """Returns the first of a function's operands, args, within it, marked if they are (x,)."""
     args, *_ = operands
-    if spec.encoded:
+    if len(args) > 1:
         return args
     leaves, tree = jax.tree.flatten(operands)
     marked = Marked(spec, tree, tuple(a.ndim for a in leaves))

@@ -55,11 +55,6 @@ class Mlp:
         return self.fp8.op
 
     @property
-    def encoded(self) -> bool:
-        """Says that the codes of x are there."""
-        return self.fp8.encoded
-
-    @property
     def placed(self) -> bool:
         """Says that dimensions of hidden arrays are placed on a mesh one by one."""
         return self.hidden_sharding is not None
@@ -67,10 +62,6 @@ class Mlp:
     def with_batch(self) -> "Mlp":
         """Returns the same of rows with one more dimension, the first."""
         return replace(self, fp8=self.fp8.with_batch())
-
-    def of_codes(self) -> "Mlp":
-        """Returns the same MLP of an x whose codes are there."""
-        return replace(self, fp8=self.fp8.of_codes())
 
     def _split(self, flat: Sequence[Any]) -> tuple[Any, list[Any], Any, list[Any]]:
         """Returns what is x's, in pairs the first kernels' and down's, and the biases'."""

@@ -90,7 +90,7 @@ def _define_encoded(spec: Encoded, *leaves: Array) -> list[Array]:
     qt = others.pop(0) if spec.has_qt else None
     marked = spec.marked
     _, *operands = jax.tree.unflatten(marked.tree, [x, *others])
-    return list(differentiable(marked.spec.of_codes(), (x, q, qt, scale), *operands))
+    return list(differentiable(marked.spec, (x, q, qt, scale), *operands))
 
 
 def _batch_encoded(op: Op, args: Any, dims: Any, *, spec: Encoded, order: Order) -> Any:
