@@ -588,9 +588,34 @@ MUTANTS = [
         "(self.columns, self.features) if not self.transposed else",
         "tests/fuse/test_spellings.py::test_products[matmul]",
     ),
+    Mutant(  # a gate and an up of one input's features in two orders
+        "layers/fuse/products.py",
+        "each.turned != first.turned",
+        "False",
+        "tests/fuse/test_lookalikes.py::test_fp8_has_one_input_of_gate_and_up_in_one_order",
+    ),
+    Mutant(  # logits that have their words in another order than the kernel
+        "layers/fuse/losses.py",
+        "if labels is not None and expand(labels[2]) != words:",
+        "if False:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[loss: words in another order]",
+    ),
+    Mutant(  # casts to 8 bits, as to 16, are mere roundings
+        "layers/fuse/program.py",
+        "v.aval.dtype.itemsize == 1",
+        "v.aval.dtype.itemsize == 0",
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: statistics of 8 bits]",
+    ),
+    Mutant(  # bfloat16 that the function multiplies in float32
+        "layers/fuse/attention.py",
+        "wide = [result] if result.itemsize > 2 else []",
+        "wide = []",
+        "tests/fuse/test_lookalikes.py::"
+        "test_lookalike[attention: bfloat16 that is multiplied in float32]",
+    ),
     Mutant(
         "layers/fuse/products.py",
-        'if "HIGH" in str(made.params.get("precision")):',
+        "if is_precise(made):",
         "if False:",
         "tests/fuse/test_lookalikes.py::test_fp8_leaves[HIGHEST]",
     ),

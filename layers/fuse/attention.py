@@ -88,7 +88,9 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
     if not queries or size(queries) == 1:
         raise Left("one query")
     shared = [a for a in heads if a in stored]
-    dtype = _dtype([found.x[3], found.w[3], v_dtype])
+    multiplied = jnp.promote_types(*[g.avals[u].dtype for u in mixed.product.ins])
+    results = multiplied, g.avals[value].dtype
+    dtype = _dtype([found.x[3], found.w[3], v_dtype], min(results, key=lambda d: d.itemsize))
     if size(width) != size(values):
         raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
     scale = found.factor * found.x[2] * found.w[2]
@@ -158,12 +160,15 @@ def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):
     return batch, queries, [*heads, *group]
 
 
-def _dtype(dtypes: Sequence[Any]) -> Any:
-    """Returns what an attention is computed in: the widest dtype that an operand has."""
-    widest = functools.reduce(jnp.promote_types, dtypes)
+def _dtype(dtypes: Sequence[Any], result: Any) -> Any:
+    """Returns what an attention is computed in: the widest dtype that an operand has.
+
+    Operands that are cast to a wider dtype, in which the `result` stays, are computed with in that.
+    """
     if len({d for d in dtypes if d.itemsize == 2}) > 1:
         raise Left("operands of bfloat16 and of float16")
-    return np.dtype(widest)
+    wide = [result] if result.itemsize > 2 else []
+    return np.dtype(functools.reduce(jnp.promote_types, [*dtypes, *wide]))
 
 
 def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:

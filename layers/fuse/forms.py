@@ -63,7 +63,7 @@ class Term:
     A maximum under `stop_gradient` is "stopped", another term: the two differ in their gradients.
 
     Attributes:
-      labels: (value, labels) of the positions of a pick.
+      labels: (value, labels) of the positions of a pick, and the axis' labels in their order.
       outside: what such a position gives where it is outside the axis: "0", "clip", "nan", or
         "drop", which clips and has no gradient; with "all", the log-sum-exp is picked with it, as
         of log-probabilities.
@@ -72,7 +72,7 @@ class Term:
     kind: str
     base: Scores
     axis: frozenset[Label]
-    labels: tuple[int, Dims] | None = None
+    labels: tuple[int, Dims, Labels] | None = None
     outside: str = ""
 
 
@@ -107,9 +107,9 @@ class Form:
     """along · scores + terms, or its exponential.
 
     Attributes:
-      hot: it is multiplied by an array of two numbers, a one-hot array: (value, labels) of the
-        positions, the axis, the number elsewhere, and there. No positions: by the scores' softmax
-        along the axis, times the last number.
+      hot: it is multiplied by an array of two numbers, a one-hot array: a term's `labels`, the
+        axis, the number elsewhere, and there. No labels: by the scores' softmax along the axis,
+        times the last number.
       summed: what labels it was summed over.
       mixed: the product with v, of an exponential.
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
@@ -314,7 +314,7 @@ def one_hot(g: Any, form: Form, pred: int, dims: Dims, selects: bool = False) ->
         along = counted(g.program, count)
         integers = jnp.issubdtype(g.program.avals[v].dtype, jnp.integer)
         if along is not None and integers and expand(dims[along]) == axis:
-            return replace(form, hot=((v, at), frozenset(axis), 0.0, 1.0))
+            return replace(form, hot=((v, at, axis), frozenset(axis), 0.0, 1.0))
     return None
 
 

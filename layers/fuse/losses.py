@@ -34,7 +34,7 @@ class Loss(Site):
     Attributes:
       of: the logits' product: x is cut to `rows` and multiplied by `factor`, and the kernel is
         `transposed` where it is stored (vocabulary, features).
-      labels: (value, labels) of the words, None for log-sum-exps alone.
+      labels: a pick's (value, labels, order), None for log-sum-exps alone.
       outside: what one outside the vocabulary gives.
       lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
       form: the value's; it has what is summed over, and the weights.
@@ -46,7 +46,7 @@ class Loss(Site):
     transposed: bool
     to: tuple[Any, Any]
     rows: tuple[Any, ...]
-    labels: tuple[int, Dims] | None
+    labels: tuple[int, Dims, Labels] | None
     outside: str
     hidden: tuple[np.ndarray, float] | None
     lse: float
@@ -65,8 +65,12 @@ class Loss(Site):
 
     @property
     def total(self) -> bool:
-        """Tells if it is a multiple of the sum of all rows' cross-entropies."""
+        """Tells if it is a multiple of the sum of all rows' cross-entropies.
+
+        A mask and a weight that is no number there have an order, so rows are multiplied.
+        """
         cross = self.lse == -self.pick and self.hidden is None and self.outside != "0"
+        cross = cross and len({w.select for w in self.form.weights}) < 2
         others = self.sum or self.entropy or self.form.stopped
         return cross and not others and self.form.summed >= set(self.rows)
 
@@ -76,18 +80,15 @@ class Loss(Site):
     def computed(self, read: Callable[[int], Any], shared: dict[Any, Any], total: bool) -> Any:
         """Returns the value; `shared` has the losses and log-sum-exps of rows, once computed."""
         place = lambda v, dims: arrange(v, dims, [[a] for a in self.rows])
-        selected, weights = None, None
-        for w in self.form.weights:
-            value = place(read(w.value), w.dims)
-            if w.select:
-                value = value == w.keep
-                selected = value if selected is None else selected & value
-            else:
-                weights = value if weights is None else weights * value
+        factors = [(w, place(read(w.value), w.dims)) for w in self.form.weights]
         if total:
+            kept = [value == w.keep for w, value in factors if w.select]
+            selected = functools.reduce(jnp.logical_and, kept) if kept else None
+            weights = [value for w, value in factors if not w.select]
+            weights = functools.reduce(jnp.multiply, weights) if weights else None
             options = {"reduction": "sum", "weights": weights}
             call = lambda: self.lse * self._call(read, place, selected, **options)
-            whole = lambda: call().astype(self.aval.dtype)
+            whole = lambda: call().astype(self.aval.dtype).reshape(self.aval.shape)
             if "drop" not in self.outside:
                 return whole()
             inside = self._inside(read, place)
@@ -117,8 +118,8 @@ class Loss(Site):
         if self.entropy:
             y = y + self.entropy * entropy[0]
         y = jax.lax.stop_gradient(y) if self.form.stopped else y
-        y = y if selected is None else jnp.where(selected, y, 0)
-        y = y if weights is None else y * weights
+        for w, value in factors:
+            y = jnp.where(value == w.keep, y, 0) if w.select else y * value
         y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.form.summed])
         left = tuple((a,) for a in self.rows if a not in self.form.summed)
         return arrange(y, left, self.form.dims).astype(self.aval.dtype)
@@ -311,6 +312,8 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
         raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
     if labels is not None and not set(atoms(labels[1])) <= set(rows):
         raise Left("its labels differ along more than its rows")
+    if labels is not None and expand(labels[2]) != words:
+        raise Left("its labels count words in another order than the kernel's")
     softcap, factor = found.softcap, found.factor
     dtype = jnp.promote_types(found.x[3], found.w[3])
     if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
@@ -422,5 +425,7 @@ def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, st
             of_lse = dataclasses.replace(form, dims=dims, along=0.0, terms=frozenset({(term, 1.0)}))
             with contextlib.suppress(Left):  # the row of its loss says why
                 of = site_of(forms, equation.outs[0], of_lse, quantization=None)
+                if of.of.axis != expand(form.dims[axis]):
+                    continue
                 served = "linear_cross_entropy: argmax, by a product of its own"
                 yield BestWords(of.outs, of.reads, of.dead, f"{of.what}, argmax", served, of)

@@ -114,8 +114,7 @@ class Norms:
                     back = dims if g.avals[source].shape == shape else None
             elif made.name == "convert_element_type":
                 dtypes = g.avals[source].dtype, g.avals[v].dtype
-                floating = all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
-                back = dims if floating and min(d.itemsize for d in dtypes) > 1 else None
+                back = dims if all(jnp.issubdtype(d, jnp.floating) for d in dtypes) else None
             else:
                 back = moved_back(made, dims, g.avals[source].shape, shape)
             if back is None:
@@ -283,8 +282,8 @@ def _power(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
         y = g.program.number(made.ins[1])
     if a is None or y is None:
         return None
-    if a.kind == "stat":
-        return replace(a, p=a.p * y)
+    if a.kind == "stat":  # √s squared is |s|, and its derivative at 0 is NaN
+        return replace(a, p=a.p * y) if a.p == 1 or a.p * y != 1 else None
     return _squared(a) if y == 2 else None
 
 

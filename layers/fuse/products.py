@@ -25,8 +25,19 @@ from ..dense.matmul import kernel_p
 from ..quantization.quantize import fits
 from .activations import Activations
 from .choices import chosen
-from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
-from .program import Equation, Program
+from .indices import two_valued
+from .labels import (
+    UNCHANGED,
+    Dims,
+    Label,
+    arrange,
+    atoms,
+    expand,
+    fresh,
+    moved_back,
+    size,
+)
+from .program import Equation, Program, is_precise
 from .scores import ScoreForms
 from .sites import Left, Read, Site, called, of_equations
 
@@ -37,7 +48,7 @@ quantized: the passes over their kernels take longer than they save."""
 
 def unfit(made: Equation, dtype: Any, features: int, columns: int) -> str:
     """Returns why the product of an equation cannot have FP8 operands, or ""."""
-    if "HIGH" in str(made.params.get("precision")):
+    if is_precise(made):
         return "it asks for a higher precision"
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"its operands are {dtype}"
@@ -73,6 +84,13 @@ class Matrix:
     @property
     def sizes(self) -> tuple[int, int, int]:
         return size(self.rows), size(self.features), size(self.columns)
+
+    @property
+    def turned(self) -> list[tuple[int, int]]:
+        """Returns the places and sizes of x's features, unless x has them in the kernel's order."""
+        have = [l for l in atoms(self.x[1]) if l in self.features]
+        places = [(self.features.index(l), l.size) for l in have]
+        return [] if places == sorted(places) else places
 
     def operand(self, read: Callable[[int], Any], v: int, dims: Dims) -> Any:
         """Returns an array of x's labels as `(*rows, features)`."""
@@ -224,7 +242,7 @@ class Products:
                 back = dims
             elif made.name == "convert_element_type":
                 floating = jnp.issubdtype(given.dtype, jnp.floating)
-                back = dims if casts and floating and given.dtype.itemsize >= 2 else None
+                back = dims if casts and floating else None
             elif not repeated and made.name == "broadcast_in_dim" and given.size != g.avals[v].size:
                 back = None
             else:
@@ -254,10 +272,12 @@ class Products:
         return m.sizes[0] < FEW or m.sizes[0] * 16 <= self.most
 
     def _is_one_hot(self, v: int) -> bool:
-        made = self.program.maker.get(v)
-        if made is None or made.name != "convert_element_type":
-            return False
-        return not jnp.issubdtype(self.program.avals[made.ins[0]].dtype, jnp.floating)
+        made, name = self.program.made(v)
+        is_cast = name == "convert_element_type"
+        is_floating = is_cast and jnp.issubdtype(
+            self.program.avals[made.ins[0]].dtype, jnp.floating
+        )
+        return is_cast and not is_floating or two_valued(self.program, v) is not None
 
     def _is_returned(self, v: int) -> bool:
         """Tells if a value is the function's result, laid out anew or cast: logits, it may be."""
@@ -372,7 +392,7 @@ def _whole(products: Products, half: Site, m: Matrix, hidden: Any, options: Any)
     place = lambda each: [[d.index(l) for l in each.rows if l in d] for d in each.x[1]]
     for each in inner:
         same = each.x[0] == first.x[0] and place(each) == place(first)
-        if not same or each.transposed != m.transposed:
+        if not same or each.turned != first.turned or each.transposed != m.transposed:
             return None
     pairs = [
         (a, b) for d, e in zip(first.dims, dims) for a, b in zip(expand(d), expand(e), strict=True)

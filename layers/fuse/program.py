@@ -155,12 +155,14 @@ class Program:
         if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
             which = self.number(ins[0])
             case = ins[1 + bool(which)]
-            if which in (0, 1) and self.avals[case].shape == eqn.outvars[0].aval.shape:
+            if which in (0, 1) and _kind(self.avals[case]) == _kind(eqn.outvars[0].aval):
                 return [case]
         if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
         if self._shadow and name in _OF_OUR_PRODUCTS:
             return ins
+        if name == "convert_element_type" and any(map(_is_narrow, (*eqn.invars, *eqn.outvars))):
+            name = "reduce_precision"
         operands, ins = ins, self._broadcast(eqn, name, ins, scope)
         equation = Equation(eqn, name, params, len(self.equations), ins, operands, scope)
         if not eqn.effects and name not in _NEVER_MERGED:
@@ -220,9 +222,8 @@ class Program:
 
     def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
         """Returns x for x · 1 when the type is unchanged."""
-        kind = lambda aval: (aval.shape, aval.dtype, aval.weak_type)
         for v, other in (ins, ins[::-1]):
-            if self.number(other) == 1 and kind(self.avals[v]) == kind(eqn.outvars[0].aval):
+            if self.number(other) == 1 and _kind(self.avals[v]) == _kind(eqn.outvars[0].aval):
                 return v
         return None
 
@@ -548,6 +549,22 @@ _BROADCASTING = frozenset(
 )
 _OF_OUR_PRODUCTS = product_p.name, "reshard"  # around their operands; operations gather kernels
 _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
+
+
+def is_precise(product: Equation) -> bool:
+    """Tells if a product asks for a precision of its own, or for an algorithm."""
+    asked = product.params["precision"]
+    each = asked if isinstance(asked, tuple) else (asked,)
+    return any(one not in (None, jax.lax.Precision.DEFAULT) for one in each)
+
+
+def _kind(aval: Any) -> Any:
+    return aval.shape, aval.dtype, aval.weak_type
+
+
+def _is_narrow(v: Any) -> bool:
+    """Tells if a float has 8 bits at most: a cast to it quantizes, and is no mere rounding."""
+    return jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.dtype.itemsize == 1
 
 
 def inner_programs(

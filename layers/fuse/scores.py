@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from .forms import MAXIMA, Form, Mixed, Scores, Term, biased, one_hot, plus, scaled, select, times
 from .indices import counted, is_zero
 from .labels import Dims, Label, atoms, expand, expanded, fresh, meet, moved, moved_back, shape_of
-from .program import Equation, Program
+from .program import Equation, Program, is_precise
 from .rows import Row, row_of
 from .sites import Left, Site, at_ends
 
@@ -332,7 +332,8 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
         return None
     own = iter([r or () for r in rows])
     dims = tuple(() if j in d.offset_dims else next(own) for j in range(out.ndim))
-    axis = frozenset(expand(form.dims[i]))
+    order = expand(form.dims[i])
+    axis = frozenset(order)
     if set(atoms(dims)) | axis != set(atoms(form.dims)) or set(atoms(dims)) & axis or not axis:
         return None
     if any(t.axis != axis for t, _ in form.terms) or shape_of(dims) != out.shape:
@@ -352,7 +353,7 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
         if others != {"lse": -form.along}:
             return None
         outside = f"all {outside}"
-    term = Term("pick", form.base, axis, (v, at), outside)
+    term = Term("pick", form.base, axis, (v, at, order), outside)
     terms = plus(form.terms, frozenset({(term, form.along)}))
     return replace(form, dims=dims, along=0.0, terms=terms)
 
@@ -463,5 +464,5 @@ class Operands:
         numbers = base.dot.params["dimension_numbers"][0][self.left]
         self.contract = atoms(self.sides[self.left][i] for i in numbers)
         dtypes = [forms.program.avals[v].dtype for v in base.dot.ins]
-        if "HIGH" in str(base.dot.params.get("precision")) and any(d.itemsize > 2 for d in dtypes):
+        if is_precise(base.dot) and any(d.itemsize > 2 for d in dtypes):
             raise Left("the product asks for a higher precision")

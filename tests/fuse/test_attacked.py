@@ -83,7 +83,8 @@ def python_numbers_stay_python(n, x):
 
 @case(norm=1)
 def weak_types(x):
-    return jnp.asarray(2.0) * 3, rms(x), jnp.asarray(1) + 1
+    chosen = lax.select(CAUSAL | True, lax.broadcast(jnp.asarray(2.0), x.shape), x)
+    return jnp.asarray(2.0) * 3, rms(x), jnp.asarray(1) + 1, chosen
 
 
 @jax.custom_jvp
