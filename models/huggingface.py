@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -101,13 +102,18 @@ def load(
       mesh: where to put the parameters; None puts them on the default device.
       sharding: how they lie on it; `Sharding()` when None.
       **overrides: fields of `TransformerConfig` that replace the checkpoint's. `param_dtype` is
-        float32 unless set, whatever dtype the files hold.
+        float32 unless set, whatever dtype the files hold; `tie_embeddings=True` leaves out a stored
+        head.
 
     Raises:
       FileNotFoundError: if a file is missing.
       ValueError: naming the file and the field, for a file that is damaged or malformed, a model
-        that this transformer cannot express, arrays that are missing, left over or of another
-        shape, or a head that differs from the embeddings it is said to be tied to.
+        that this transformer cannot express, or arrays that are missing, left over or of another
+        shape.
+
+    Warns:
+      UserWarning: where the stored head differs from the embeddings that the configuration ties it
+        to: it stays a head of its own, as in transformers 5.
     """
     folder = Path(path)
     settings = _read_json(folder / _CONFIG)
@@ -117,6 +123,14 @@ def load(
         raise _malformed(folder / _CONFIG, str(error)) from None
     stored = _stored(folder)
     config = dataclasses.replace(config, **overrides)
+    if config.tie_embeddings and "tie_embeddings" not in overrides and _has_own_head(stored):
+        warnings.warn(
+            f"{folder}: lm_head.weight is not model.embed_tokens.weight, so it stays a head of its "
+            f"own, although {_CONFIG} says tie_word_embeddings. Pass tie_embeddings=False to keep "
+            "it, True to leave it out.",
+            stacklevel=2,
+        )
+        config = dataclasses.replace(config, tie_embeddings=False)
     _check(folder, config, stored)
     model = build(framework, config, sharding)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -263,17 +277,19 @@ def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> N
         for name, array in stored.items()
         if not name.endswith("rotary_emb.inv_freq")
     }
-    head = shapes.pop("lm_head.weight", None) if config.tie_embeddings else None
+    if config.tie_embeddings:
+        shapes.pop("lm_head.weight", None)
     for name in sorted(expected | shapes):
         if (ours := expected.get(name, "none")) != (theirs := shapes.get(name, "none")):
             raise _malformed(folder, f"{name} must have shape {ours}, the file has {theirs}.")
-    embedding = stored["model.embed_tokens.weight"]
-    if head and not np.array_equal(stored["lm_head.weight"][:], embedding[:]):
-        raise _malformed(
-            folder,
-            "lm_head.weight is not model.embed_tokens.weight, but tie_word_embeddings is true. "
-            "Pass tie_embeddings=False to keep it.",
-        )
+
+
+def _has_own_head(stored: dict[str, Any]) -> bool:
+    """Tells if the files hold a head that is not a copy of the embeddings."""
+    head, embedding = (stored.get(_their_name(f"{name}.")) for name in ("head", "embed"))
+    if head is None or embedding is None:
+        return False
+    return head.get_shape() != embedding.get_shape() or not np.array_equal(head[:], embedding[:])
 
 
 # ---------------------------------------------------------------- config.json
