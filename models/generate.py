@@ -58,7 +58,7 @@ def generate(
         ),
         (num_tokens >= 1, f"num_tokens={num_tokens} must be at least 1."),
         (
-            lengths.max() + num_tokens <= limit,
+            num_tokens <= limit - lengths.max(),
             f"a prompt of {lengths.max()} tokens and num_tokens={num_tokens} exceed "
             f"max_seq_len={limit}. Shorten either.",
         ),
@@ -106,7 +106,8 @@ def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: in
     logits = logits / jnp.maximum(temperature, 1e-6)
     order = jnp.argsort(logits, axis=-1, descending=True)  # the first of equal ones before others
     descending = jnp.take_along_axis(logits, order, axis=-1)
-    among = jnp.arange(logits.shape[-1]) < (logits.shape[-1] if top_k is None else top_k)
+    vocab = logits.shape[-1]
+    among = jnp.arange(vocab) < min(top_k or vocab, vocab)
     probabilities = jax.nn.softmax(jnp.where(among, descending, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities  # the sum over all likelier tokens
     nothing = jnp.full_like(logits, -jnp.inf)

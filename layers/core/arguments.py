@@ -21,7 +21,7 @@ def array_of(op: str, argument: str, value: Any) -> jax.Array:
     """Returns `value` as an array; TypeError otherwise."""
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{op}: {argument} must be an array, got {value!r}") from None
 
 

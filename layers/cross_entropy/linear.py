@@ -136,7 +136,7 @@ def linear_cross_entropy(
     (1.3863, [-0.25, -0.25, 0.25, 0.25])
     """
     x, kernel = floating(_OP, "x", x), floating(_OP, "kernel", kernel)
-    if reduction not in get_args(Reduction):
+    if not isinstance(reduction, str) or reduction not in get_args(Reduction):
         listed = ", ".join(map(repr, get_args(Reduction)))
         raise ValueError(f"{_OP}: reduction must be one of {listed}, got {reduction!r}")
     _check_shapes(x, kernel, contract)
@@ -215,7 +215,7 @@ def best_words(
 
 
 def _check_shapes(x: Array, kernel: Array, contract: Any) -> None:
-    if not hasattr(contract, "__index__") or contract not in (0, 1):
+    if np.ndim(contract) or not hasattr(contract, "__index__") or contract not in (0, 1):
         raise ValueError(
             f"{_OP}: contract must be 0, for a kernel of (n, vocab), or 1, for (vocab, n); got "
             f"{contract!r}"

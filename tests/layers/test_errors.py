@@ -33,6 +33,7 @@ BAD_NORMS = [
     ({"x": jnp.ones((4, 8), complex)}, TypeError, "x", "complex64", "float32"),
     ({"x": jnp.ones((4, 8), jnp.float8_e4m3fn)}, TypeError, "x", "float8_e4m3fn"),
     ({"x": None}, TypeError, "x", "None", "array"),
+    ({"x": 10**30}, TypeError, "x", "10{30}", "array"),
     ({"x": 3.0}, ValueError, "x", "axis", "scalar"),
     ({"eps": float("nan")}, ValueError, "eps", "finite", "nan"),
     ({"eps": -1e-6}, ValueError, "eps", "at least 0", "-1e-06"),
@@ -116,6 +117,8 @@ SOME = [
     ("rms_norm", {"implementation": "cuda"}, ValueError, "^rms_norm: implementation must name"),
     ("attention", {"implementation": "cuda"}, ValueError, "^attention: implementation must name"),
     ("linear_cross_entropy", {"contract": 1.0}, ValueError, "contract must be 0, .* got 1.0"),
+    ("linear_cross_entropy", {"contract": SQUARE}, ValueError, r"contract must .* got array\("),
+    ("linear_cross_entropy", {"reduction": SQUARE}, ValueError, r"reduction must .* got array\("),
     ("linear_cross_entropy", {"logits_dtype": "int32"}, TypeError, "logits_dtype must .*got int32"),
 ]
 

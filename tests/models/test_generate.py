@@ -111,7 +111,7 @@ def _shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     [
         ({}, [0.4, 0.3, 0.2, 0.1]),
         ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
-        ({"top_k": 9}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 10**30}, [0.4, 0.3, 0.2, 0.1]),
         ({"top_p": 0.69}, [4 / 7, 3 / 7, 0, 0]),
         ({"top_p": 0.71}, [4 / 9, 3 / 9, 2 / 9, 0]),
         ({"top_p": 0.01}, [1, 0, 0, 0]),
@@ -140,6 +140,8 @@ def test_draws_have_the_probabilities_asked_for(options, expected):
         ([[1], []], {}, "of shape (0,)"),
         ([[1, 2], [47, 48, 3]], {}, "prompt holds tokens from 1 to 48"),
         ([[1], [2] * 61], {}, "a prompt of 61 tokens"),
+        ([[1]], {"num_tokens": 2**31 - 1}, "num_tokens=2147483647 exceed max_seq_len"),
+        ([[1]], {"num_tokens": 10**30}, f"num_tokens={10**30} exceed max_seq_len"),
         ([[1, 48]], {}, "prompt holds tokens from 1 to 48; vocab_size=48 has 0 to 47"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0 must be finite"),
         ([[1]], {"temperature": np.nan}, "temperature=nan must be finite"),
