@@ -237,6 +237,8 @@ def _stored(folder: Path) -> dict[str, Any]:
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists():
         return _open(single)
+    if not index.exists():
+        raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}.")
     where = _read_json(index).get("weight_map")
     if not isinstance(where, dict):
         raise _malformed(index, f"weight_map={where!r} must be an object.")
@@ -252,6 +254,8 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 
 def _open(file: Path) -> dict[str, Any]:
+    if file.exists() and not file.is_file():
+        raise _malformed(file, "is not a file.")
     try:
         handle = safe_open(file, framework="np")
         arrays = {name: handle.get_slice(name) for name in handle.keys()}

@@ -120,7 +120,8 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | 
         planned, argv = Plan(**vars(config)), [argv[0], *flags]
     for before, word in itertools.pairwise(argv):
         if word == "" or re.fullmatch(r"--[\w.-]+=", word):  # of a shell's "$UNSET"
-            raise UsageError(f"{word or before} is empty: give a value, or leave it out.")
+            named = word or (before if before[0] == "-" else f"The argument after {before}")
+            raise UsageError(f"{named} is empty: give a value, or leave it out.")
         if not word.isascii() and word.encode(errors="replace").decode() != word:
             raise UsageError(f"{word!r} is no UTF-8 text.")
     commands: Any = (

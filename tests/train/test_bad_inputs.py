@@ -125,9 +125,14 @@ def test_implementation_that_cannot_serve_is_usage(train, nothing_compiled, monk
 
 
 def test_empty_words_are_refused(capsys):
-    for argv in (["generate", ""], ["report", "run", "--plot", ""], ["train", "--out-dir", ""]):
+    for named, *argv in (
+        ("after generate", "generate", ""),
+        ("--plot", "report", "run", "--plot", ""),
+        ("error: The argument after run", "export", "run", ""),
+        ("--out-dir", "train", "--out-dir", ""),
+    ):
         code = main(argv)
-        _assert_usage_error(code, capsys.readouterr().err, [f"{argv[-2]} is empty"])
+        _assert_usage_error(code, capsys.readouterr().err, [f"{named} is empty"])
 
 
 def test_processes_that_do_not_meet_are_named(tmp_path):
