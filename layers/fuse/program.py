@@ -122,7 +122,7 @@ class Program:
         traced, aval = isinstance(x, Tracer), jax.typeof(x)
         key = id(x)
         if not traced and aval.ndim == 0 and isinstance(x, np.generic | np.ndarray | int | float):
-            key = type(x), str(aval), aval.weak_type, np.asarray(x, aval.dtype).tobytes()
+            key = type(x), aval, np.asarray(x, aval.dtype).tobytes()  # the mesh is aval's
         if key not in self._same:
             v = self._same[key] = self._new(aval)
             self.given[v] = x
