@@ -290,21 +290,10 @@ def placed_rows(subscripts, x, w):
     return jnp.sin(jnp.einsum(subscripts, x, w, out_sharding=P("d")))
 
 
-def with_lookup(x):
-    """Rows read in Auto axes, where JAX compares with 0; this function does so in Explicit ones."""
-    i = (x[..., 0] > 0).astype(jnp.int32)
-    rows = jnp.eye(2, E).at[i].get(out_sharding=P("d", None, None))
-    return jnp.where((i >= 0)[..., None], x + rows, x)
-
-
 F = 2 * E
 TENSOR_PARALLEL = {  # function, and sites without and with FP8
     "rows": (
         lambda x, w, v: placed_rows("btf,fe->bte", jnp.tanh(x @ w), v),
-        ({}, {"product": 2}),
-    ),
-    "rows beside a lookup": (
-        lambda x, w, v: placed_rows("btf,fe->bte", jnp.tanh(with_lookup(x) @ w), v),
         ({}, {"product": 2}),
     ),
     "an mlp": (
