@@ -189,15 +189,15 @@ def _simplest(
         return _packed(capability, spec, run, whole, operands, dims)
     if "mask" not in spec.dims:
         return whole(*operands)
-    d, dims, simple = numbers(q.ndim), {*spec.dims["mask"]}, replace(spec, extras=spec.extras[:-1])
-    square = {d.length, d.keys} <= dims and q.shape[-4] == k.shape[-3]
+    d, simple, along = numbers(q.ndim), replace(spec, extras=spec.extras[:-1]), {*spec.dims["mask"]}
+    square = {d.length, d.keys} <= along and q.shape[-4] == k.shape[-3]
     seen = spread(extras[-1], spec.dims["mask"], d.scores)
-    if spec.causal and d.length in dims:
+    if spec.causal and d.length in along:
         seen &= reached(spec, q.shape[-4], k.shape[-3])
     flags, branches = [], []
     for causal in sorted({spec.causal, spec.causal or square}, reverse=True):
         kind = replace(simple, causal=causal)
-        padding = _Padding(kind, q, k, seen, dims)
+        padding = _Padding(kind, q, k, seen, along)
         for flag, given in (padding.is_none, None), (padding.fits, padding):
             if flag is not None:
                 call = functools.partial(_Call, kind, q, k, extras[:-1], given)
@@ -441,20 +441,19 @@ class _Call:
     def rows_that_see(self) -> Array | None:
         """`(batch or 1, heads or 1, length)`; None where every row sees a key."""
         length, keys = self._sizes[self._d.length], self._sizes[self._d.keys]
-        some = None
-        if self._padding is not None:
-            some = (jnp.arange(length) < self._padding.rows[:, None])[:, None]
+        padding, some = self._padding, None
+        if padding is not None:
+            some = (jnp.arange(length) < padding.rows[:, None])[:, None]
         if not self.operands:
             return some
         (operand,) = self.operands
         seen = operand if operand.dtype == bool else operand > _HIDDEN[operand.dtype.name]
         if self._spec.causal:
-            near = reached(self._spec, length, keys)
-            seen &= jnp.expand_dims(near, range(seen.ndim - 2))
-        if self._padding is None:
-            return jnp.any(seen, axis=-1)
-        seen &= (jnp.arange(keys) < self._padding.keys[:, None])[:, None, None]
-        return some & jnp.any(seen, axis=-1)
+            seen &= jnp.expand_dims(reached(self._spec, length, keys), range(seen.ndim - 2))
+        if padding is not None:
+            seen &= (jnp.arange(keys) < padding.keys[:, None])[:, None, None]
+        seen = jnp.any(seen, axis=-1)
+        return seen if some is None else some & seen
 
     def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
         """The call itself."""

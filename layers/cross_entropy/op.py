@@ -271,8 +271,8 @@ class _Part:
         top = lax.pmax(most, self.axes)
         share = jnp.exp(most - top)
         moved = jnp.where(share == 0, 0, most - top)
-        spread = [share * (s + moved * total) for s in spread]
-        return [top, *lax.psum((share * total, picked, *spread), self.axes)]
+        shifted = [share * (s + moved * total) for s in spread]
+        return [top, *lax.psum((share * total, picked, *shifted), self.axes)]
 
 
 def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
