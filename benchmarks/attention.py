@@ -30,7 +30,10 @@ DOCUMENTS = 512, 640, 768, 896, 1152, 1280, 1408, 1536
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A causal attention. `mask`: the mask is an operand. Queries see the first `prefix` keys."""
+    """A causal attention. `mask`: the mask is an operand. Queries see the first `prefix` keys.
+
+    The last `padding` of the keys are hidden from all.
+    """
 
     name: str
     batch: int
@@ -41,6 +44,7 @@ class Case:
     dtype: str = "bfloat16"
     mask: bool = False
     prefix: int = 0
+    padding: float = 0.0
     documents: tuple[int, ...] = ()
     window: int | None = None
     softcap: float | None = None
@@ -70,6 +74,7 @@ CASES = (
     Case("2 x 2048, 8/1 x 256, softcap 50", 2, 2048, 8, 1, 256, softcap=50.0),
     Case("1 x 8192, 16/8 x 128, window 1024", 1, 8192, 16, 8, 128, window=1024),
     Case("8 x 867, 8/1 x 256, mask with a prefix", 8, 867, 8, 1, 256, mask=True, prefix=816),
+    Case("8 x 2048, 16/16 x 128, half padding", 8, 2048, 16, 16, 128, mask=True, padding=0.5),
     Case("4 x 2048, 32/8 x 64, float32", 4, 2048, 32, 8, 64, dtype="float32"),
 )
 
@@ -89,7 +94,9 @@ def operands(case: Case) -> tuple[list[Any], list[Any]]:
     arrays = [jax.random.normal(k, s, jnp.dtype(case.dtype)) for k, s in zip(keys, shapes)]
     if case.mask:
         causal = jnp.tril(jnp.ones((1, 1, case.length, case.length), bool))
-        return arrays, [causal | (jnp.arange(case.length) < case.prefix)]
+        place = jnp.arange(case.length)
+        near = causal | (place < case.prefix)
+        return arrays, [near & (place < case.length * (1 - case.padding))]
     if case.documents:
         ids = np.repeat(np.arange(len(case.documents)), case.documents)
         return arrays, [jnp.asarray(ids, jnp.int32)[None]]
