@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,17 +17,17 @@ from ..quantization.quantize import fits
 from .attention import MASKED, times
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
-from .labels import Dims, Labels, arrange, atoms, expand, size
+from .labels import Labels, arrange, atoms, expand, size
 from .products import unfit
 from .program import Program
 from .scores import Operands, ScoreForms
-from .sites import Left, Site, said
+from .sites import Left, Read, Site, said
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
+_ARGMAX = ", argmax"
 
 
-@dataclasses.dataclass(eq=False)
 class Loss(Site):
     """A sum of log-sum-exps and picked elements of x · kernel, by `linear_cross_entropy`.
 
@@ -39,25 +39,99 @@ class Loss(Site):
       lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
       form: the value's; it has what is summed over, and the weights.
       hidden: the words whose logits a mask replaces, and the number that it writes; None.
+
+    Raises:
+      Left: where the value has to stay as it is, with the reason.
     """
 
-    form: Form
-    of: Operands
-    transposed: bool
-    to: tuple[Any, Any]
-    rows: tuple[Any, ...]
-    labels: tuple[int, Dims, Labels] | None
-    outside: str
-    hidden: tuple[np.ndarray, float] | None
-    lse: float
-    pick: float
-    sum: float
-    entropy: float
-    factor: float
-    dtype: Any
-    logits_dtype: Any
-    quantization: Any
-    aval: Any
+    def __init__(self, forms: ScoreForms, value: int, form: Form, *, quantization: Any):
+        g, (first, _) = forms.program, next(iter(form.terms))
+        if g.is_within(value):
+            raise Left("a function with a derivative of the user's own computes it")
+        base = first.base
+        found = self.of = Operands(forms, base, first.axis, scale=False)
+        words, contract = found.axis, found.contract
+        if not any(t.kind in ("lse", "mean") for t, _ in form.terms):
+            raise Left("an element of the logits, and no log-sum-exp")
+        if size(words) < SMALLEST:
+            raise Left(f"{size(words)} classes only")
+        hidden = self.hidden = _hidden(g, base, words)
+        order, have = atoms(found.w[1]), set(atoms(found.x[1]))
+        self.transposed = order == (*words, *contract)
+        kernel_to = (words, contract) if self.transposed else (contract, words)
+        if order != (*kernel_to[0], *kernel_to[1]) or any(l.free for l in order):
+            raise Left("its kernel is not one of the vocabulary's words and the features")
+        if {*atoms(found.sides[found.right])} != {*order} or have & {*order} != {*contract}:
+            raise Left("its product is not of rows and the kernel")
+        whole = [a for a in atoms(found.sides[found.left]) if a not in contract]
+        cuts = {l.cut[0]: l for l in (*atoms(form.dims), *form.summed) if l.cut}
+        rows = self.rows = tuple(cuts.get(a, a) for a in whole)
+        if {*atoms(form.dims), *form.summed} != {*rows} or any(l.free for l in rows):
+            raise Left("it is not of all rows")
+        lse, pick, total, mean = (
+            sum(f for t, f in form.terms if t.kind == k) for k in ("lse", "pick", "total", "mean")
+        )
+        lse += mean  # a mean is the log-sum-exp less the entropy
+        self.lse, self.pick, self.sum, self.entropy = lse, pick, total, -mean
+        picked = [t for t, _ in form.terms if t.kind == "pick"]
+        labels, self.outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
+        if self.outside == "all 0" and (
+            abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
+        ):
+            raise Left("a one-hot product of log-probabilities with other log-sum-exps")
+        if mean and hidden and hidden[1] == -math.inf:
+            raise Left("an entropy of logits that are -inf, which is NaN")
+        if total and (base.inner is not None or hidden):
+            raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
+        if labels is not None and not set(atoms(labels[1])) <= set(rows):
+            raise Left("its labels differ along more than its rows")
+        if labels is not None and expand(labels[2]) != words:
+            raise Left("its labels count words in another order than the kernel's")
+        softcap, factor = found.softcap, found.factor
+        dtype = jnp.promote_types(found.x[3], found.w[3])
+        if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
+            raise Left(f"operands of {dtype}")
+        logits = g.avals[base.dot.outs[0]].dtype
+        if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
+            factor = 1.0  # cap · (1 / cap), as its dtype rounds it
+        # The bias is added in the widest of these.
+        logits = functools.reduce(jnp.promote_types, [logits, *base.added])
+        if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
+            why = f"its logits are multiplied by {factor:g}, which {dtype} operands would round"
+            raise Left(why)
+        why = ""
+        if quantization:
+            kernel = g.avals[base.dot.ins[found.right]]
+            count = aligned_words(size(words), softcap)
+            why = unfit(base.dot, dtype, size(contract), count)
+            why = why or _unfit_here(kernel, size(words), softcap)
+        pairs = found.x, found.w, *([labels] if labels else []), *base.biases
+        reads = [v for v, *_ in pairs] + [a.value for a in (*base.masks, *form.weights)]
+        self.form, self.labels, self.factor = form, labels, factor
+        self.dtype, self.logits_dtype = dtype, jnp.promote_types(logits, dtype)
+        self.aval, self.to = g.avals[value], ([*[[a] for a in whole], contract], kernel_to)
+        self.quantization = None if why else quantization
+        parts = {
+            "sum": self.total,
+            "a row each": not self.total,
+            f"softcap {softcap}": softcap,
+            "bias": base.biases,
+            "masked words": base.masks,
+            "log-sum-exps": lse and not picked,
+            "entropies": mean,
+            "label smoothing": total,
+            "weighted": form.weights,
+            "gradient in fp8": self.quantization,
+            f"gradient not in fp8 ({why})": why,
+        }
+        super().__init__(
+            outs=(value,),
+            reads=tuple(dict.fromkeys(reads)),
+            dead=(base.dot.outs[0],),
+            what=f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}",
+            served=f"linear_cross_entropy: {said(parts)}",
+            compute=lambda read: [self.computed(read, {}, self.total)],
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -74,10 +148,7 @@ class Loss(Site):
         others = self.sum or self.entropy or self.form.stopped
         return cross and not others and self.form.summed >= set(self.rows)
 
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        return [self.computed(read, {}, self.total)]
-
-    def computed(self, read: Callable[[int], Any], shared: dict[Any, Any], total: bool) -> Any:
+    def computed(self, read: Read, shared: dict[Any, Any], total: bool) -> Any:
         """Returns the value; `shared` has the losses and log-sum-exps of rows, once computed."""
         place = lambda v, dims: arrange(v, dims, [[a] for a in self.rows])
         factors = [(w, place(read(w.value), w.dims)) for w in self.form.weights]
@@ -99,6 +170,7 @@ class Loss(Site):
             options = {"reduction": "none", "with_lse": True}
             options["with_entropy"] = bool(shared.get("entropy", self.entropy))
             shared[self.labels] = self._call(read, place, None, alone=True, **options)
+            shared.setdefault(None, shared[self.labels])  # log-sum-exps come with any losses
         loss, lse, *entropy = shared[self.labels]
         y = self.lse * lse
         inside = self.labels is None or self._inside(read, place)
@@ -215,44 +287,25 @@ class Loss(Site):
             **{name: value for name, value in options.items() if value is not None},
         )
 
-
-@dataclasses.dataclass(eq=False)
-class Losses(Site):
-    """Several values made of one product's losses, which are computed once."""
-
-    parts: tuple[Loss, ...]
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        shared: dict[Any, Any] = {"entropy": any(p.entropy for p in self.parts)}
-        labelled = next((p for p in self.parts if p.labels is not None), None)
-        for part in self.parts:  # log-sum-exps come with any losses
-            if part.labels is None and labelled is not None:
-                if labelled.labels not in shared:
-                    labelled.computed(read, shared, False)
-                shared[None] = shared[labelled.labels]
-        return [part.computed(read, shared, False) for part in self.parts]
+    def best(self, read: Read) -> Sequence[Any]:
+        """Returns the words of the largest logits, for an accuracy beside a loss."""
+        words = best_words(*self._operands(read), **self._logits(read))
+        rows = tuple((a,) for a in self.rows)
+        return [arrange(words, rows, self.form.dims).astype(self.aval.dtype)]
 
 
-@dataclasses.dataclass(eq=False)
-class BestWords(Site):
-    """The words of the largest logits, beside a loss that is served: for an accuracy.
-
-    Attributes:
-      loss: the log-sum-exps of the same logits.
-    """
-
-    loss: Loss
-
-    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
-        words = best_words(*self.loss._operands(read), **self.loss._logits(read))
-        rows = tuple((a,) for a in self.loss.rows)
-        return [arrange(words, rows, self.loss.form.dims).astype(self.loss.aval.dtype)]
+def _together(losses: Sequence[Loss], read: Read) -> Sequence[Any]:
+    """Returns the values of several losses of one product, which are computed once."""
+    shared: dict[Any, Any] = {"entropy": any(loss.entropy for loss in losses)}
+    labelled_first = sorted(losses, key=lambda loss: loss.labels is None)
+    values = {loss: loss.computed(read, shared, False) for loss in labelled_first}
+    return [values[loss] for loss in losses]
 
 
 def joined(program: Program, sites: list[Site]) -> list[Site]:
     """Returns sites with those of one product's losses as one, and best words beside them alone."""
     lost = {site.dead for site in sites if isinstance(site, Loss)}
-    sites = [s for s in sites if not isinstance(s, BestWords) or s.dead in lost]
+    sites = [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]
     groups: dict[Any, list[Loss]] = {}
     for site in sites:
         if isinstance(site, Loss):
@@ -262,116 +315,10 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
         reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
         if len(group) > 1 and not any(program.depends(r, outs) for r in reads):
             served = first.served.replace(": sum", ": a row each")
-            one = Losses(outs, reads, first.dead, first.what, served, tuple(group))
+            compute = functools.partial(_together, group)
+            one = Site(outs, reads, first.dead, first.what, served, compute=compute)
             sites = [*[site for site in sites if site not in group], one]
     return sites
-
-
-def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> Loss:
-    """Returns what computes a value that is made of losses.
-
-    Raises:
-      Left: where it has to stay as it is, with the reason.
-    """
-    g, (first, _) = forms.program, next(iter(form.terms))
-    if g.is_within(value):
-        raise Left("a function with a derivative of the user's own computes it")
-    base = first.base
-    found = Operands(forms, base, first.axis, scale=False)
-    words, contract = found.axis, found.contract
-    if not any(t.kind in ("lse", "mean") for t, _ in form.terms):
-        raise Left("an element of the logits, and no log-sum-exp")
-    if size(words) < SMALLEST:
-        raise Left(f"{size(words)} classes only")
-    hidden = _hidden(g, base, words)
-    order, have = atoms(found.w[1]), set(atoms(found.x[1]))
-    transposed = order == (*words, *contract)
-    kernel_to = (words, contract) if transposed else (contract, words)
-    if order != (*kernel_to[0], *kernel_to[1]) or any(l.free for l in order):
-        raise Left("its kernel is not one of the vocabulary's words and the features")
-    if {*atoms(found.sides[found.right])} != {*order} or have & {*order} != {*contract}:
-        raise Left("its product is not of rows and the kernel")
-    whole = [a for a in atoms(found.sides[found.left]) if a not in contract]
-    cuts = {l.cut[0]: l for l in (*atoms(form.dims), *form.summed) if l.cut}
-    rows = tuple(cuts.get(a, a) for a in whole)
-    if {*atoms(form.dims), *form.summed} != {*rows} or any(l.free for l in rows):
-        raise Left("it is not of all rows")
-    lse, pick, total, mean = (
-        sum(f for t, f in form.terms if t.kind == kind) for kind in ("lse", "pick", "total", "mean")
-    )
-    lse += mean  # a mean is the log-sum-exp less the entropy
-    picked = [t for t, _ in form.terms if t.kind == "pick"]
-    labels, outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
-    if outside == "all 0" and (
-        abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
-    ):
-        raise Left("a one-hot product of log-probabilities with other log-sum-exps")
-    if mean and hidden and hidden[1] == -math.inf:
-        raise Left("an entropy of logits that are -inf, which is NaN")
-    if total and (base.inner is not None or hidden):
-        raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
-    if labels is not None and not set(atoms(labels[1])) <= set(rows):
-        raise Left("its labels differ along more than its rows")
-    if labels is not None and expand(labels[2]) != words:
-        raise Left("its labels count words in another order than the kernel's")
-    softcap, factor = found.softcap, found.factor
-    dtype = jnp.promote_types(found.x[3], found.w[3])
-    if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
-        raise Left(f"operands of {dtype}")
-    logits = g.avals[base.dot.outs[0]].dtype
-    if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
-        factor = 1.0  # cap · (1 / cap), as its dtype rounds it
-    # The bias is added in the widest of these.
-    logits = functools.reduce(jnp.promote_types, [logits, *base.added])
-    if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
-        raise Left(f"its logits are multiplied by {factor:g}, which {dtype} operands would round")
-    why = ""
-    if quantization:
-        kernel = g.avals[base.dot.ins[found.right]]
-        count = aligned_words(size(words), softcap)
-        why = unfit(base.dot, dtype, size(contract), count)
-        why = why or _unfit_here(kernel, size(words), softcap)
-    pairs = found.x, found.w, *([labels] if labels else []), *base.biases
-    reads = [v for v, *_ in pairs] + [a.value for a in (*base.masks, *form.weights)]
-    site = Loss(
-        outs=(value,),
-        reads=tuple(dict.fromkeys(reads)),
-        dead=(base.dot.outs[0],),
-        what=f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}",
-        served="",
-        form=form,
-        of=found,
-        transposed=transposed,
-        to=([*[[a] for a in whole], contract], kernel_to),
-        rows=rows,
-        labels=labels,
-        outside=outside,
-        hidden=hidden,
-        lse=lse,
-        pick=pick,
-        sum=total,
-        entropy=-mean,
-        factor=factor,
-        dtype=dtype,
-        logits_dtype=jnp.promote_types(logits, dtype),
-        quantization=None if why else quantization,
-        aval=g.avals[value],
-    )
-    parts = {
-        "sum": site.total,
-        "a row each": not site.total,
-        f"softcap {softcap}": softcap,
-        "bias": base.biases,
-        "masked words": base.masks,
-        "log-sum-exps": lse and not picked,
-        "entropies": mean,
-        "label smoothing": total,
-        "weighted": form.weights,
-        "gradient in fp8": site.quantization,
-        f"gradient not in fp8 ({why})": why,
-    }
-    site.served = f"linear_cross_entropy: {said(parts)}"
-    return site
 
 
 def _unfit_here(kernel: Any, words: int, softcap: float | None) -> str:
@@ -415,7 +362,7 @@ def _hidden(g: Program, base: Scores, words: Labels) -> tuple[np.ndarray, float]
 
 def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of losses in a program; a value and the reason where one is left."""
-    yield from forms.ends("is_loss", functools.partial(site_of, quantization=quantization))
+    yield from forms.ends("is_loss", functools.partial(Loss, quantization=quantization))
     for equation in forms.program.equations:
         form = forms.of.get(equation.ins[0]) if equation.name == "argmax" else None
         if form is not None and form.is_scores:
@@ -424,8 +371,8 @@ def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, st
             term = Term("lse", form.base, frozenset(expand(form.dims[axis])))
             of_lse = dataclasses.replace(form, dims=dims, along=0.0, terms=frozenset({(term, 1.0)}))
             with contextlib.suppress(Left):  # the row of its loss says why
-                of = site_of(forms, equation.outs[0], of_lse, quantization=None)
+                of = Loss(forms, equation.outs[0], of_lse, quantization=None)
                 if of.of.axis != expand(form.dims[axis]):
                     continue
                 served = "linear_cross_entropy: argmax, by a product of its own"
-                yield BestWords(of.outs, of.reads, of.dead, f"{of.what}, argmax", served, of)
+                yield Site(of.outs, of.reads, of.dead, of.what + _ARGMAX, served, compute=of.best)

@@ -392,7 +392,7 @@ class Program:
         made = self.maker[site.outs[0]]
         try:
             with self._around(made):
-                results = site.emit(self._reader(site, env))
+                results = site.compute(self._reader(site, env))
                 pairs = zip(site.outs, results, strict=True)
                 return [fitted(y, self.avals[v]) for v, y in pairs]
         except Exception as error:

@@ -98,14 +98,9 @@ class Site:
     dead: tuple[int, ...]
     what: str
     served: str
-    compute: Callable[[Read], Sequence[Any]] | None = dataclasses.field(default=None, kw_only=True)
+    compute: Callable[[Read], Sequence[Any]] = dataclasses.field(kw_only=True)
     shares: int | None = dataclasses.field(default=None, kw_only=True)
     failed: str = dataclasses.field(default="", init=False)
-
-    def emit(self, read: Read) -> Sequence[Any]:
-        """Returns the values of `outs`."""
-        assert self.compute is not None
-        return self.compute(read)
 
 
 def called(function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
