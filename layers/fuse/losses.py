@@ -17,6 +17,7 @@ from ..quantization.quantize import fits
 from .attention import MASKED, times
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
+from .indices import two_valued
 from .labels import Labels, arrange, atoms, expand, size
 from .products import unfit
 from .program import Program
@@ -39,6 +40,7 @@ class Loss(Site):
       lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
       form: the value's; it has what is summed over, and the weights.
       hidden: the words whose logits a mask replaces, and the number that it writes; None.
+      doubtful: weights beside a mask that may not be finite.
 
     Raises:
       Left: where the value has to stay as it is, with the reason.
@@ -108,6 +110,9 @@ class Loss(Site):
         pairs = found.x, found.w, *([labels] if labels else []), *base.biases
         reads = [v for v, *_ in pairs] + [a.value for a in (*base.masks, *form.weights)]
         self.form, self.labels, self.factor = form, labels, factor
+        twos = {w.value: two_valued(g, w.value) for w in form.weights if not w.select}
+        finite = {v for v, two in twos.items() if two and np.isfinite(two.numbers).all()}
+        self.doubtful = {*twos} - finite if len(twos) < len(form.weights) else {*()}
         self.dtype, self.logits_dtype = dtype, jnp.promote_types(logits, dtype)
         self.aval, self.to = g.avals[value], ([*[[a] for a in whole], contract], kernel_to)
         self.quantization = None if why else quantization
@@ -139,12 +144,8 @@ class Loss(Site):
 
     @property
     def total(self) -> bool:
-        """Tells if it is a multiple of the sum of all rows' cross-entropies.
-
-        A mask and a weight that is no number there have an order, so rows are multiplied.
-        """
+        """Tells if it is a multiple of the sum of all rows' cross-entropies."""
         cross = self.lse == -self.pick and self.hidden is None and self.outside != "0"
-        cross = cross and len({w.select for w in self.form.weights}) < 2
         others = self.sum or self.entropy or self.form.stopped
         return cross and not others and self.form.summed >= set(self.rows)
 
@@ -157,15 +158,24 @@ class Loss(Site):
             selected = functools.reduce(jnp.logical_and, kept) if kept else None
             weights = [value for w, value in factors if not w.select]
             weights = functools.reduce(jnp.multiply, weights) if weights else None
-            options = {"reduction": "sum", "weights": weights}
-            call = lambda: self.lse * self._call(read, place, selected, **options)
-            whole = lambda: call().astype(self.aval.dtype).reshape(self.aval.shape)
-            if "drop" not in self.outside:
+
+            def whole() -> Any:
+                options = {"reduction": "sum", "weights": weights}
+                y = self.lse * self._call(read, place, selected, **options)
+                if selected is not None:  # no rows have no gradient, also where 0 divides their sum
+                    y = jnp.where(jnp.any(selected), y, jax.lax.stop_gradient(y))
+                return y.astype(self.aval.dtype).reshape(self.aval.shape)
+
+            # Hidden rows differ where a weight is not finite: before the mask, or after it.
+            certain = [jnp.isfinite(value) for w, value in factors if w.value in self.doubtful]
+            if "drop" in self.outside:
+                inside = self._inside(read, place)
+                certain.append(inside if selected is None else inside | ~selected)
+            if not certain:
                 return whole()
-            inside = self._inside(read, place)
-            inside = inside if selected is None else inside | ~selected
             each = lambda: self.computed(read, {}, False)
-            return jax.lax.cond(jnp.all(inside), whole, each)
+            every = jnp.all(functools.reduce(jnp.logical_and, certain))
+            return jax.lax.cond(every, whole, each)
         if self.labels not in shared:
             options = {"reduction": "none", "with_lse": True}
             options["with_entropy"] = bool(shared.get("entropy", self.entropy))

@@ -334,10 +334,15 @@ loss_case(
     "the best word in another order",
     lambda z, y: (integers(z, y).mean(), swapped(z).argmax(-1)),
 )
+loss_case(
+    "a mean of no rows at all",
+    lambda z, y, m: integers(z, y).mean(where=m),
+    jnp.zeros((N, N), bool),
+)
 holes = jnp.where(jnp.arange(N) % 3 > 0, draw(5, N), jnp.nan)
 loss_case(
     "weights of no number that a mask hides",
-    lambda z, y, w: jnp.where(jnp.isnan(w), 0.0, integers(z, y) * w),
+    lambda z, y, w: jnp.where(jnp.isnan(w), 0.0, integers(z, y) * w).sum(),
     holes,
 )
 loss_case(
