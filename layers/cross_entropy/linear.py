@@ -462,26 +462,14 @@ def define_reduced(
     return [total * scale, *[lse] * loss.with_lse]
 
 
-def _statistics_tangent(
-    loss: Loss, spec: Spec, moving: list[Any], found: Any, *operands: Array
-) -> list[Any]:
-    """Returns the tangents of `of_rows`' results; `found` are those of `ops.statistics`."""
-    if all(t is None for t in moving):
-        return [ad.Zero(jax.typeof(found[0]).to_tangent_aval())] * (len(found) - 1)
-    tangents = [*moving[:2], None, *moving[2:]]  # labels have none
-    return ops.lse_tangents(spec, operands, found, tangents, loss.order)
-
-
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     del order
     x, labels, *parameters = primals
     w, bias = _as_read(spec.spec, x, *parameters)  # once for both ways
     operands = x, w, labels, *bias
     found = ops.statistics(spec.spec, *operands, order=spec.order)
-    moves = _statistics_tangent(
-        spec, *_moving(spec.spec, x, tangents[0], tangents[2:]), found, *operands
-    )
-    return of_rows(*found), moves
+    moved, moving = _moving(spec.spec, x, tangents[0], tangents[2:])
+    return of_rows(*found), ops.lse_tangents(moved, operands, found, moving, spec.order)
 
 
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
@@ -522,7 +510,7 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     moves = [functools.reduce(jnp.add, parts) if parts else zero(results[0])]
     if spec.with_lse:
         results.append(lse)
-        moves.append(_statistics_tangent(spec, moved, moving, found, *operands)[0])
+        moves.append(ops.lse_tangents(moved, operands, found, moving, spec.order)[0])
     return results, moves
 
 

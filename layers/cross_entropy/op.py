@@ -544,11 +544,6 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     return dims
 
 
-def _undivided(spec: Spec, x_ndim: int, w_ndim: int) -> tuple[int, ...]:
-    del spec, w_ndim
-    return x_ndim - 1, x_ndim
-
-
 def batch_rows(
     op: Op, args: Any, dims: Any, *, spec: Any, order: Order, rows: Sequence[int] = (0, 2)
 ) -> Any:
@@ -593,12 +588,12 @@ def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> 
 # ---------------------------------------------------------------- operations
 
 
-def _checked(ctx: Any, spec: Spec, order: Order) -> Order:
-    return require_fp8(ctx, spec, order) if spec.quantized else order
-
-
-_chunked = functools.partial(Op, leads=(0, 1), undivided=_undivided)
-_of_gradients = functools.partial(_chunked, batch=_batch_groups, before=_checked)
+_chunked = functools.partial(Op, leads=(0, 1), undivided=lambda spec, x, w: (x - 1, x))
+_of_gradients = functools.partial(
+    _chunked,
+    batch=_batch_groups,
+    before=lambda ctx, spec, order: require_fp8(ctx, spec, order) if spec.quantized else order,
+)
 statistics = _chunked(
     "cross_entropy_statistics",
     define_statistics,
@@ -632,10 +627,14 @@ def lse_tangents(
     spec: Spec,
     operands: Sequence[Array],
     found: Sequence[Array],
-    tangents: Sequence[Any],
+    moving: Sequence[Any],
     order: Order,
 ) -> list[Array]:
-    """Returns the tangents of `softmax.of_rows`, at operands whose `statistics` were found."""
+    """Returns the tangents of `softmax.of_rows`, at operands whose `statistics` were found.
+
+    `moving` are those of x, the kernel and the bias.
+    """
+    tangents = [*moving[:2], None, *moving[2:]]  # labels have none
     most, total, _, *spread = found
     results, rows = (most, most, *spread), (most, total, *spread)
     return tangents_of(statistics, _backward, spec, operands, tangents, results, rows, order)

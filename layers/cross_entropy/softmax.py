@@ -116,18 +116,14 @@ def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[
     return [g, most, total, picked]
 
 
-def scale_of(*factors: Array) -> Array:
-    """Returns the scale of the gradient's codes, float32; see the file's head.
+def _scaled(*factors: Array) -> tuple[list[Array], Array]:
+    """Returns the factors by the scale of the gradient's codes, and that; see the file's head.
 
     Rows with a factor that is not finite have no say: their codes are NaN.
     """
     size = functools.reduce(jnp.maximum, map(jnp.abs, factors)).astype(jnp.float32)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
-    return jnp.maximum(largest * 2.0**-14, 2.0**-100)
-
-
-def _scaled(*factors: Array) -> tuple[list[Array], Array]:
-    scale = scale_of(*factors)
+    scale = jnp.maximum(largest * 2.0**-14, 2.0**-100)
     return [r.astype(jnp.float32) / scale for r in factors], scale.reshape(1)
 
 

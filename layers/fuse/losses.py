@@ -53,10 +53,11 @@ class Loss(Site):
         base = first.base
         found = self.of = Operands(forms, base, first.axis, scale=False)
         words, contract = found.axis, found.contract
+        self.vocabulary = size(words)
         if not any(t.kind in ("lse", "mean") for t, _ in form.terms):
             raise Left("an element of the logits, and no log-sum-exp")
-        if size(words) < SMALLEST:
-            raise Left(f"{size(words)} classes only")
+        if self.vocabulary < SMALLEST:
+            raise Left(f"{self.vocabulary} classes only")
         hidden = self.hidden = _hidden(g, base, words)
         order, have = atoms(found.w[1]), set(atoms(found.x[1]))
         self.transposed = order == (*words, *contract)
@@ -137,10 +138,6 @@ class Loss(Site):
             served=f"linear_cross_entropy: {said(parts)}",
             compute=lambda read: [self.computed(read, {}, self.total)],
         )
-
-    @property
-    def vocabulary(self) -> int:
-        return size(self.of.axis)
 
     @property
     def total(self) -> bool:
