@@ -14,7 +14,7 @@ import numpy as np
 from .forms import Form, Mask, Scores
 from .indices import band_of, complement, region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
-from .program import LARGEST_CONSTANT, Program
+from .program import LARGEST_CONSTANT, Equation, Program
 from .rows import ABSORBING, NUMBER, Row
 from .scores import Operands, ScoreForms
 from .sites import Left, Read, Site, called, said
@@ -88,9 +88,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
     if not queries or size(queries) == 1:
         raise Left("one query")
     shared = [a for a in heads if a in stored]
-    multiplied = jnp.promote_types(*[g.avals[u].dtype for u in mixed.product.ins])
-    results = multiplied, g.avals[value].dtype
-    dtype = _dtype([found.x[3], found.w[3], v_dtype], min(results, key=lambda d: d.itemsize))
+    dtype = _dtype([found.x[3], found.w[3], v_dtype], _narrowest(forms, value, mixed.product))
     if size(width) != size(values):
         raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
     scale = found.factor * found.x[2] * found.w[2]
@@ -158,6 +156,17 @@ def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):
         heads = heads + [a for a in batch if not in_some(a)]
         batch = [a for a in batch if in_some(a)]
     return batch, queries, [*heads, *group]
+
+
+def _narrowest(forms: ScoreForms, value: int, product: Equation) -> Any:
+    """Returns the narrowest dtype between what a product multiplies and a value made of it."""
+    g = forms.program
+    dtypes = [jnp.promote_types(*[g.avals[u].dtype for u in product.ins])]
+    while value != product.outs[0]:
+        dtypes.append(g.avals[value].dtype)
+        above = [u for u in g.maker[value].ins if (f := forms.of.get(u)) and f.mixed]
+        value = above[0] if above else product.outs[0]
+    return min(dtypes, key=lambda d: d.itemsize)
 
 
 def _dtype(dtypes: Sequence[Any], result: Any) -> Any:

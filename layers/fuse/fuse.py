@@ -336,6 +336,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
             last = [v for equation in program.equations for v in equation.outs][-1]
             left.append((last, name, _UNREAD + explained(error), ()))
         made.update(v for site in sites[name] for v in site.outs)
+        scores.wanted.update(v for site in sites[name] for v in site.reads)
     return sum(sites.values(), []), left
 
 

@@ -111,9 +111,9 @@ class Loss(Site):
         pairs = found.x, found.w, *([labels] if labels else []), *base.biases
         reads = [v for v, *_ in pairs] + [a.value for a in (*base.masks, *form.weights)]
         self.form, self.labels, self.factor = form, labels, factor
-        twos = {w.value: two_valued(g, w.value) for w in form.weights if not w.select}
-        finite = {v for v, two in twos.items() if two and np.isfinite(two.numbers).all()}
-        self.doubtful = {*twos} - finite if len(twos) < len(form.weights) else {*()}
+        factors = {w.value for w in form.weights if not w.select}
+        masked = len(factors) < len(form.weights)
+        self.doubtful = {v for v in factors if masked and not _is_finite(g, v)}
         self.dtype, self.logits_dtype = dtype, jnp.promote_types(logits, dtype)
         self.aval, self.to = g.avals[value], ([*[[a] for a in whole], contract], kernel_to)
         self.quantization = None if why else quantization
@@ -326,6 +326,15 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
             one = Site(outs, reads, first.dead, first.what, served, compute=compute)
             sites = [*[site for site in sites if site not in group], one]
     return sites
+
+
+def _is_finite(g: Program, v: int) -> bool:
+    """Tells if an array is proved finite: it has two such numbers, or is cast from integers."""
+    two, (made, name) = two_valued(g, v), g.made(v)
+    if two:
+        return bool(np.isfinite(two.numbers).all())
+    counts = name == "convert_element_type" and g.avals[v].dtype != jnp.float16
+    return counts and not jnp.issubdtype(g.avals[made.ins[0]].dtype, jnp.floating)
 
 
 def _unfit_here(kernel: Any, words: int, softcap: float | None) -> str:

@@ -36,6 +36,7 @@ class ScoreForms:
         self.applied: list[Any] = []  # the masks of one equation
         self.sides: dict[Equation, list[Dims]] = {}  # the labels of a product's operands
         self.made: set[int] = set()  # computed by sites of other domains
+        self.wanted: set[int] = set()  # read by them
 
     def read(self, equation: Equation) -> None:
         rule = RULES.get(equation.name)
@@ -56,7 +57,7 @@ class ScoreForms:
         """Yields what `at_ends` does of the Forms that have the property `kind`."""
         forms = {v: form for v, form in self.of.items() if getattr(form, kind)}
         chains = {v: ((m := form.mixed) and m.product,) for v, form in forms.items()}
-        return at_ends(self.program, chains, lambda v: site_of(self, v, self.of[v]))
+        return at_ends(self.program, chains, lambda v: site_of(self, v, self.of[v]), self.wanted)
 
     def made_of(self, v: int) -> tuple[int, ...]:
         """Returns the product that a value is made of."""

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,10 @@ class Left(Exception):
 
 
 def at_ends(
-    program: Any, chains: Mapping[int, Any], site_of: Callable[[int], Any]
+    program: Any,
+    chains: Mapping[int, Any],
+    site_of: Callable[[int], Any],
+    wanted: Container[int] = (),
 ) -> Iterator[Any]:
     """Yields a site for each value at the end of a chain, where something else reads it.
 
@@ -31,8 +34,10 @@ def at_ends(
       program: theirs.
       chains: by value, in the program's order, what is the same for all values of its chain.
       site_of: raises Left, without a reason for a value that is never a site itself.
+      wanted: what other sites read; a chain with such a value ends there.
     """
     results, done, chain = set(program.results), set(), chains.get
+    before = lambda value: [v for v in program.maker[value].ins if chain(v) == chain(value)]
     for value in [*chains][::-1]:
         readers = program.readers.get(value, ())
         if value not in results and len(readers) == 1 and chain(readers[0].outs[0]) == chain(value):
@@ -45,6 +50,10 @@ def at_ends(
             dtypes = [program.avals[v].dtype for v in (given, value)]
             if is_end and chain(given) == chain(value) and jnp.promote_types(*dtypes) == dtypes[1]:
                 continue
+        above = [value]
+        while above[-1] not in wanted and (ins := before(above[-1])):
+            above.append(ins[0])
+        value = above[-1] if above[-1] in wanted else value
         why, last = "", value
         while value not in done:
             done.add(value)
@@ -54,11 +63,10 @@ def at_ends(
             except Left as reason:
                 if not why:
                     why, last = str(reason), value
-            before = [v for v in program.maker[value].ins if chain(v) == chain(value)]
-            if not before:
+            if not (ins := before(value)):
                 yield last, why
                 break
-            value = before[0]
+            value = ins[0]
 
 
 def of_equations(program: Any, site_of: Callable[[Any, Any], Any], *names: str) -> Iterator[Any]:

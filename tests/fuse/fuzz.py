@@ -65,10 +65,13 @@ class Program:
         """The tolerance: a part of an array, or of a tenth of the largest one.
 
         Gradients of attention are differences that cancel, and its probabilities, computed again
-        from a log-sum-exp, have the rounding of large scores: 2^12 eps of what is computed in.
+        from a log-sum-exp, have the rounding of large scores: 2^12 eps of what is computed in. In
+        float64, -1e9 that is added to a whole row rounds its scores to 2^-23.
         """
-        narrow = not self.wide or "np.float32" in str(self)
-        return 2.0**12 * float(jnp.finfo(jnp.float32 if narrow else jnp.float64).eps)
+        if not self.wide or "np.float32" in str(self):
+            return 2.0**12 * float(jnp.finfo(jnp.float32).eps)
+        added = "* -1e9" in str(self) or "0.0, -1e9)" in str(self)
+        return 2.0**-23 if added else 2.0**12 * float(jnp.finfo(jnp.float64).eps)
 
     def function(self):
         space = dict(jax=jax, jnp=jnp, lax=lax, np=np, N=N, F=self.dtype)

@@ -502,6 +502,18 @@ case(
     low=True,
 )
 case(
+    "two: an attention and the norms of its result, which it lays out anew",
+    "bthd bthd bthd d",
+    lambda q, k, v, w: (
+        (y := attend(masked())(q, k, v)),
+        rounded_rms(y, w),
+        low_rms(y.reshape(B, T, -1)),
+    ),
+    low=True,
+    attention=1,
+    norm=2,
+)
+case(
     "norm: a pre-norm and a post-norm",
     "bte e e ee",
     lambda x, a, b, k: x + low_rms(jnp.tanh((low_rms(x) * a) @ k)) * b,
@@ -635,6 +647,29 @@ def test_a_loss_divided_by_a_sum_of_ones_is_one_sum():
     fused = fuse_cases.Fused(loss)
     jax.eval_shape(fused, draw(0, B, T, E), draw(1, E, V), words())
     assert [row.served for row in fused.rows] == ["linear_cross_entropy: sum"]
+
+
+def test_a_loss_that_a_mask_selects_and_another_counts_is_one_sum():
+    def loss(x, w, y):
+        rows = jnp.where(y > 3, -picked(log_softmax(x @ w), y), 0.0)
+        return jnp.sum(rows * (y < 9))
+
+    fused = fuse_cases.Fused(loss)
+    jax.eval_shape(fused, draw(0, B, T, E), draw(1, E, V), words())
+    assert [row.served for row in fused.rows] == ["linear_cross_entropy: sum, weighted"]
+
+
+@pytest.mark.parametrize("narrow, dtype", [(bf16, "bfloat16"), (f32, "float32")])
+def test_attention_is_computed_as_wide_as_its_result_is_kept(narrow, dtype):
+    """What is rounded on the way may be computed in bfloat16, as cuDNN can."""
+
+    def function(q, k, v):
+        y = attend()(*(x.astype(f32) for x in (q, k, v)))
+        return jnp.sin(y.astype(narrow).reshape(B, -1).astype(f32))
+
+    fused = fuse_cases.Fused(function)
+    jax.eval_shape(fused, *[jax.ShapeDtypeStruct((B, T, 2, E), bf16)] * 3)
+    assert [row.what.split()[-1] for row in fused.rows] == [dtype]
 
 
 # ---------------------------------------------------------------- products, in FP8
