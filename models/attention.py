@@ -134,7 +134,8 @@ def _add(past: Array, new: Array, start: Array | int) -> Array:
 
 
 def _attend_past(q: Array, k: Array, v: Array, start: Array | int, window: int | None) -> Array:
-    positions, keys = _positions(start, q.shape[1])[..., None], jnp.arange(k.shape[1])
+    positions = _positions(start, q.shape[1])[..., None]
+    keys = jnp.expand_dims(jnp.arange(k.shape[1]), range(positions.ndim - 1))
     seen = keys <= positions  # ([batch,] seq, length)
     if window is not None:
         seen &= keys > positions - window

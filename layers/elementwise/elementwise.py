@@ -224,7 +224,14 @@ class Elementwise:
             raise TypeError(
                 f"{self.name}: scalar {name} is declared {type_}, here {dtype.name}; got {value!r}"
             )
-        return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        if dtype.kind in "iu" and not isinstance(value, Array):
+            if not jnp.iinfo(dtype).min <= int(value) <= jnp.iinfo(dtype).max:
+                raise OverflowError(
+                    f"{self.name}: scalar {name} is declared {type_}, here {dtype.name}; got "
+                    f"{value!r} (64 bits need jax_enable_x64)"
+                )
+        return jnp.asarray(value, dtype)
 
 
 def _kind(dtype: Any) -> int:

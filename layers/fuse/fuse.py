@@ -193,9 +193,10 @@ def rewritten(
     rows, codes = [], []
     try:
         of_arrays, names = origins()
-        program = Program(closed, origins=of_arrays, names=names)
-        rows = plan(program, quantization, skip)
-        results, codes = _computed(program, closed, arrays, quantization)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            program = Program(closed, origins=of_arrays, names=names)
+            rows = plan(program, quantization, skip)
+            results, codes = _computed(program, closed, arrays, quantization)
         results = [_array(y, aval) for y, aval in zip(results, closed.out_avals, strict=True)]
     except Theirs as failure:  # the user's own error
         raise failure.error from failure.error.__cause__

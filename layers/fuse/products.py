@@ -257,7 +257,7 @@ class Products:
         if m.made in self.softmaxed:
             return "a softmax or a loss reads its result"
         if self.has_few_rows(m):
-            return f"few rows: {m.sizes[0]}, where others have {self.most}"
+            return f"few rows: {m.sizes[0]}, less than {max(FEW, self.most // 16 + 1)}"
         if why := unfit(m.made, m.dtype, *m.sizes[1:]):
             return why
         if self._is_one_hot(m.x[0]):

@@ -353,6 +353,13 @@ def test_a_mistake_in_a_derivative_names_its_line():
             TypeError,
             "f: n is declared int, got float32; cast it first",
         ),
+        (
+            lambda: elementwise("float f(float x, long n) { return x + n; }", n=0)(
+                1.5, n=np.int64(2**31)
+            ),
+            OverflowError,
+            "f: scalar n is declared long, here int32; got np.int64.2147483648. .64 bits need",
+        ),
         (lambda: gated(1j, 2.0), TypeError, "x must have one of the dtypes .*; got complex64"),
         (lambda: elementwise(IDENTITY, cap=1.0), TypeError, "no parameter called 'cap'"),
         (

@@ -11,6 +11,7 @@ from normfuse import (
     attention,
     dense,
     elementwise,
+    fuse,
     gated_dense,
     gated_product,
     layer_norm,
@@ -85,12 +86,24 @@ def of_attention(q, k):
         yield f"cached {np.ndim(start)}", call, (q, k)
 
 
+def of_fuse(x, kernel, quantization):
+    def loss(x, k):
+        return -jnp.mean(jax.nn.log_softmax((x @ k).astype(f32))[jnp.arange(16), LABELS])
+
+    def check(report):
+        assert not report.left and report.fused, report
+
+    yield f"fuse {quantization}", fuse(loss, quantization=quantization, report=check), (x, kernel)
+
+
 def table():
     x = ones((16, 16), f16)
     yield from of_norms(x, ones(16), x.astype(f32))
     yield from of_layers(x, x, ones(16), None)
     yield from of_layers(x.astype(bf16), ones((16, 16)), ones(16), "fp8")
     yield from of_attention(ones((2, 8, 4, 16), f16), ones((2, 8, 2, 16), f16))
+    for quantization in (None, "fp8"):
+        yield from of_fuse(x, ones((16, 2048), f16), quantization)
     yield "elementwise", lambda x, g: gated(x, g, limit=jnp.float32(2.0)), (x, x[0])
 
 
