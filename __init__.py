@@ -34,9 +34,12 @@ if importlib.util.find_spec(f"{__name__}.native._ext") is None:
         "`pip install .` there, then import normfuse from another folder."
     )
 
-from .native.import_hook import register_with_jax as _register_with_jax
+# JAX could call an entry point of the group `jax_plugins` instead, but would in every program where
+# normfuse is installed, and the handlers run machine code that exported programs carry
+# (docs/security.md). Importing normfuse allows that.
+from .native.registry import register as _register
 
-_register_with_jax()
+_register()
 
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",

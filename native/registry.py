@@ -1,30 +1,21 @@
 """The compiled handlers, made known to XLA."""
 
-import functools
 import importlib.util
 import pathlib
 import re
+
+import jax
 
 from . import _ext
 
 
 def register() -> None:
-    """Registers every compiled FFI type and target with JAX; calling it again does nothing.
+    """Registers every compiled FFI type and target with JAX.
 
     Raises:
       ImportError: if the installed jaxlib is older than the headers the kernels were compiled with.
         XLA refuses such handlers only when the backend starts, and then nothing runs at all.
     """
-    import jax  # here, because importing it calls this function (import_hook)
-
-    del jax
-    _register()
-
-
-@functools.cache
-def _register() -> None:
-    import jax
-
     check_version(compiled_version(), installed_version())
     for platform, entries in _ext.registrations().items():
         for name, kind in entries["types"].items():  # types go before their handlers

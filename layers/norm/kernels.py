@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from ...native import registry
 from ...native.kernel import Kernel, result_types
 from ...native.launch import call_host
 from . import cuda
@@ -88,7 +87,6 @@ def _from_host(norm: Norm, name: str, array: Array, type_: Any) -> Array:
     return array.reshape(tokens, examples, *n).swapaxes(0, 1)
 
 
-registry.register()
 forward_kernel = _kernel("forward", define_forward, plain_on_cuda=cuda.is_plain_faster)
 row_statistics_kernel = _kernel("row_statistics", define_row_statistics)
 apply_kernel = _kernel("apply", define_apply)

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...native import registry
 from ...native.compiler import Source
 from ...native.dtypes import CUDA_TYPES
 from ...native.implementation import BEST, PLAIN, Order
@@ -305,7 +304,6 @@ def _types(codes: Codes, x: Any, *_: Any) -> list[jax.ShapeDtypeStruct]:
     return code_types(codes, *x.shape)
 
 
-registry.register()
 amax_kernel = Kernel(
     "quantize_amax", lambda codes, x: define_amax(x), {"cpu": cpu_amax, "cuda": _cuda_amax}
 )

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+import normfuse  # noqa: F401  registers the handlers
+
 
 @pytest.fixture
 def call():
@@ -16,9 +18,6 @@ def call():
 
     `results` are (shape, dtype) pairs. float64 is enabled as long as the test runs.
     """
-    from normfuse.native import registry
-
-    registry.register()
 
     def run(kernel, operands, results, aliases=None, **attributes):
         attributes = {"centred": False} | attributes

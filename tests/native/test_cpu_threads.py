@@ -9,9 +9,7 @@ PROGRAM = """
 import concurrent.futures, functools, hashlib
 import jax
 import numpy as np
-from normfuse.native import registry
-
-registry.register()
+import normfuse
 
 def call(kernel, operands, results, **attributes):
     types = [jax.ShapeDtypeStruct(shape, "float32") for shape in results]
