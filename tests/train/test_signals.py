@@ -74,7 +74,7 @@ def test_ctrl_c_during_imports_ends_the_command():
     program = """
 import gc, signal, sys
 def interrupt(*_):
-    if "jax" in sys.modules:
+    if "optax" in sys.modules:
         gc.callbacks.remove(interrupt)
         signal.raise_signal(signal.SIGINT)
 gc.callbacks.append(interrupt)
