@@ -160,7 +160,9 @@ class Loss(Site):
                 options = {"reduction": "sum", "weights": weights}
                 y = self.lse * self._call(read, place, selected, **options)
                 if selected is not None:  # no rows have no gradient, also where 0 divides their sum
-                    y = jnp.where(jnp.any(selected), y, jax.lax.stop_gradient(y))
+                    # Counted in float32, so that devices add it up with the loss, or with a mean's.
+                    count = jnp.sum(selected, dtype=jnp.float32)
+                    y = jnp.where(count > 0, y, jax.lax.stop_gradient(y))
                 return y.astype(self.aval.dtype).reshape(self.aval.shape)
 
             # Hidden rows differ where a weight is not finite: before the mask, or after it.
