@@ -184,7 +184,8 @@ class Loss(Site):
         y = self.lse * lse
         inside = self.labels is None or self._inside(read, place)
         if self.outside == "all 0":
-            outside = -self.sum * self.vocabulary * lse
+            # 0 of a log-sum-exp is 0 where that is NaN, too.
+            outside = -self.sum * self.vocabulary * lse if self.sum else jnp.zeros_like(lse)
             picked = self._replaced(read, place, lse - loss, 0)
             y = jnp.where(inside, y + self.pick * picked, outside)
         elif self.labels is not None:

@@ -580,7 +580,9 @@ def run(program):
         except Exception as error:
             raise Invalid(str(error)) from error
         fused = fuse_cases.Fused(function)
-        got = fuse_cases.both_ways(fused, args)
+        # In one program XLA makes a select of a product with a mask, which hides NaN.
+        compiled = "jit" in program.wrapper
+        got = fuse_cases.both_ways(jax.jit(fused) if compiled else fused, args)
         try:
             fuse_cases.check(got, want, function, args, program.rounding, strict=False)
         except AssertionError as error:

@@ -275,6 +275,16 @@ def test_labels_outside(name, reduced, monkeypatch):
         close((got[0],), (want[0],))
 
 
+def test_a_comparison_selects_nothing_of_nan(monkeypatch):
+    """A label outside gives 0, whatever the row's log-sum-exp is."""
+    monkeypatch.setattr(losses, "SMALLEST", 2)
+    function = lambda x, w, y: PICKED["comparison"](x @ w, y)
+    args = [jnp.full((len(OUTSIDE), 16), jnp.nan), draw(1, 16, V), OUTSIDE]
+    want, got, _, fused = both(function, args)
+    assert fused.served() == {"loss": 1} and np.sum(want[0][0] == 0) == 4
+    close((got[0],), (want[0],))
+
+
 @pytest.mark.parametrize("name", ["lse - one-hot z", "one-hot p", "p[rows, y]"])
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32, jnp.int8])
 def test_labels_of_other_integers(name, dtype, monkeypatch):
