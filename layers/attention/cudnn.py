@@ -194,15 +194,19 @@ def _simplest(
     seen = spread(extras[-1], spec.dims["mask"], d.scores)
     if spec.causal and d.length in along:
         seen &= reached(spec, q.shape[-4], k.shape[-3])
+    padding = None
+    if spec.window is None and d.keys in along and not {d.heads, d.group} & along:
+        padding = _Padding(q, k, seen, of_rows=d.length in along)
     flags, branches = [], []
     for causal in sorted({spec.causal, spec.causal or square}, reverse=True):
         kind = replace(simple, causal=causal)
-        padding = _Padding(kind, q, k, seen, along)
-        for flag, given in (padding.is_none, None), (padding.fits, padding):
-            if flag is not None:
-                call = functools.partial(_Call, kind, q, k, extras[:-1], given)
-                flags.append(flag)
-                branches.append(lambda *operands, call=call: run(call(), *operands))
+        near = jnp.ones((1, 1), bool)
+        if causal and d.length in along:
+            near = reached(kind, q.shape[-4], k.shape[-3])
+        for given in [None] if padding is None else [None, padding]:
+            call = functools.partial(_Call, kind, q, k, extras[:-1], given)
+            flags.append(jnp.all(seen == near) if given is None else given.fits(near))
+            branches.append(lambda *operands, call=call: run(call(), *operands))
     first = jnp.argmax(jnp.stack([*flags, jnp.ones((), bool)]))
     return lax.switch(first, [*branches, whole], *operands)
 
@@ -212,27 +216,22 @@ class _Padding:
 
     Attributes:
       rows, keys: their numbers, `(batch,)`.
-      fits: the mask is that of these numbers, and of `causal`; None where it cannot be.
-      is_none: the mask is that of `causal` alone.
     """
 
-    def __init__(self, spec: Spec, q: Array, k: Array, seen: Array, dims: set[int]):
-        d, (batch, length, keys) = numbers(q.ndim), (q.shape[:-4], q.shape[-4], k.shape[-3])
-        near = jnp.ones((1, 1), bool)
-        if spec.causal and d.length in dims:
-            near = reached(spec, length, keys)
-        self.is_none, self.fits = jnp.all(seen == near), None
-        if spec.window is not None or d.keys not in dims or {d.heads, d.group} & dims:
-            return
+    def __init__(self, q: Array, k: Array, seen: Array, *, of_rows: bool):
+        batch, length, keys = q.shape[:-4], q.shape[-4], k.shape[-3]
         count = jnp.sum(jnp.any(seen, -2, keepdims=True), -1, keepdims=True)
         rows = jnp.full_like(count, length)
-        inside = jnp.arange(keys) < count
-        if d.length in dims:
+        self._seen, self._inside = seen, jnp.arange(keys) < count
+        if of_rows:
             rows = jnp.sum(jnp.any(seen, -1, keepdims=True), -2, keepdims=True)
-            inside &= near & (jnp.arange(length)[:, None] < rows)
-        self.fits = jnp.all(seen == inside) & jnp.all(count > 0)
+            self._inside &= jnp.arange(length)[:, None] < rows
         each = lambda n: jnp.broadcast_to(n.reshape(n.shape[: len(batch)]), batch).reshape(-1)
         self.rows, self.keys = each(rows).astype(jnp.int32), each(count).astype(jnp.int32)
+
+    def fits(self, near: Array) -> Array:
+        """Tells if the mask is that of these numbers, of the keys that are `near` each row."""
+        return jnp.all(self._seen == self._inside & near) & jnp.all(self.keys > 0)
 
 
 # ---------------------------------------------------------------- segments
