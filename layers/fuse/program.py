@@ -23,7 +23,7 @@ from ..dense import epilogue
 from ..dense.matmul import product_p, shared
 from .closure import UNKNOWN, Origin
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
-from .sites import Read, Site, SiteFailed, Theirs, explained, fitted
+from .sites import Read, Site, SiteFailed, Theirs, explained, fitted, plain_type
 
 CALLS = "custom_jvp_call", "custom_vjp_call", epilogue.forward.primitive.name
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
@@ -155,7 +155,7 @@ class Program:
         if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
             which = self.number(ins[0])
             case = ins[1 + bool(which)]
-            if which in (0, 1) and _kind(self.avals[case]) == _kind(eqn.outvars[0].aval):
+            if which in (0, 1) and plain_type(self.avals[case]) == plain_type(eqn.outvars[0].aval):
                 return [case]
         if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
@@ -222,8 +222,9 @@ class Program:
 
     def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
         """Returns x for x · 1 when the type is unchanged."""
+        out = plain_type(eqn.outvars[0].aval)
         for v, other in (ins, ins[::-1]):
-            if self.number(other) == 1 and _kind(self.avals[v]) == _kind(eqn.outvars[0].aval):
+            if self.number(other) == 1 and plain_type(self.avals[v]) == out:
                 return v
         return None
 
@@ -556,10 +557,6 @@ def is_precise(product: Equation) -> bool:
     asked = product.params["precision"]
     each = asked if isinstance(asked, tuple) else (asked,)
     return any(one not in (None, jax.lax.Precision.DEFAULT) for one in each)
-
-
-def _kind(aval: Any) -> Any:
-    return aval.shape, aval.dtype, aval.weak_type
 
 
 def _is_narrow(v: Any) -> bool:

@@ -139,6 +139,11 @@ class Theirs(Exception):
         self.error = error
 
 
+def plain_type(aval: Any) -> Any:
+    """Returns a type without its sharding."""
+    return aval.shape, aval.dtype, aval.weak_type
+
+
 def fitted(y: Any, aval: Any) -> Any:
     """Returns what a site has computed, if it has the type of what it stands for.
 
@@ -148,7 +153,7 @@ def fitted(y: Any, aval: Any) -> Any:
         return y
     y = jnp.asarray(y)
     made = jax.typeof(y)
-    if made.shape != aval.shape or made.dtype != aval.dtype or made.weak_type != aval.weak_type:
+    if plain_type(made) != plain_type(aval):
         raise Left(f"what replaces it is {made.str_short()}, not {aval.str_short()}")
     if aval.sharding.mesh.explicit_axes and made.sharding.spec != aval.sharding.spec:
         return jax.sharding.reshard(y, aval.sharding)
