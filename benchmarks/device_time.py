@@ -84,7 +84,7 @@ class Copies:
     """The driver's own copy within the device: the limit of a kernel that only moves memory."""
 
     def __init__(self):
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
         self._driver = driver
         self._call("cuInit", 0)

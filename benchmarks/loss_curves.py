@@ -42,8 +42,11 @@ class Last:
 def steps_of(preset: str, tokens: float, flags: Sequence[str]) -> int:
     """Returns the steps that read so many tokens, the last one whole."""
     from normfuse.train.cli import parse
+    from normfuse.train.config import TrainConfig
 
-    return math.ceil(tokens / parse(["train", "--preset", preset, *flags]).tokens_per_step)
+    config = parse(["train", "--preset", preset, *flags])
+    assert isinstance(config, TrainConfig)
+    return math.ceil(tokens / config.tokens_per_step)
 
 
 def train(folder: pathlib.Path, seed: int, name: str, steps: int, given: Sequence[str]) -> bool:

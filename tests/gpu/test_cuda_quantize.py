@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from normfuse.layers.dense.fp8 import Contraction, product
 from normfuse.layers.norm.spec import Norm
 from normfuse.layers.quantization import norm
 from normfuse.layers.quantization.norm import NormCodes
@@ -56,7 +57,8 @@ def test_cuda_products_are_those_of_the_codes(dtype, rng):
     if int(10 * float(jax.devices()[0].compute_capability)) < 89:
         pytest.skip("needs a GPU with FP8")
     exact = fp8_reference.product(a.q, a.scale, b.q, b.scale)
-    run = jax.jit(fp8_layers.product, static_argnums=4)
-    found = np.asarray(run(a.q, a.scale, b.q, b.scale, dtype), "f8")
+    spec = Contraction("dense", "mk", "nk", "mn", jnp.dtype(dtype).name, "bfloat16")
+    run = jax.jit(lambda *operands: product(spec, *operands)[0])
+    found = np.asarray(run(a.q, b.q, a.scale, b.scale), "f8")
     # Fast accumulation keeps 14 bits or so of each partial sum.
     assert np.linalg.norm(found - exact) <= 5e-3 * np.linalg.norm(exact)
