@@ -8,9 +8,16 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..native.implementation import Implementation, choose, report, requested
+from ..native.implementation import Implementation, report
 from .core.activations import Activation, resolve
-from .core.arguments import Quantization, check_quantization, finite, options_of
+from .core.arguments import (
+    Quantization,
+    check_quantization,
+    choose,
+    finite,
+    options_of,
+    requested,
+)
 from .core.op import placed
 from .dense.epilogue import finish
 from .dense.gated import apply_product

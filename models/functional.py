@@ -9,8 +9,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..layers.core.arguments import requested
 from ..layers.fuse import fuse
-from ..native.implementation import requested
 from . import parameters
 from .attention import Cache
 from .config import TransformerConfig

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from ..layers.core.arguments import requested
 from ..layers.core.sharding import axes_of
 from ..layers.cross_entropy import linear_cross_entropy
 from ..layers.dense.fp8 import products_saveable
@@ -20,7 +21,6 @@ from ..layers.dense.matmul import shared
 from ..layers.modules import gated_mlp
 from ..layers.quantization import kernel_codes_saveable
 from ..native.dtypes import compute_dtype
-from ..native.implementation import requested
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from .config import TransformerConfig
 from .sharding import Sharding, axes_of_words, constrain, in_context

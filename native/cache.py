@@ -8,6 +8,7 @@ which are checked when it is read; any number of processes may share the folder.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -17,10 +18,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from . import compiler
-from .compiler import Image, Source
 from .implementation import warn
 
 FORMAT = 2  # each entry's version; a change makes old ones unreachable
@@ -28,6 +27,19 @@ MAX_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that died
 _SUFFIX = ".image"
 _CURE = "set NORMFUSE_CACHE_DIR to a folder of your own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """Compiled kernels: a cubin, PTX text, or a shared library."""
+
+    data: bytes
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The SHA-256 of `data`, in hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
 
 _lock = threading.Lock()
 _memory: dict[str, Image] = {}
@@ -39,19 +51,11 @@ class Refused(OSError):
     """The cache folder cannot be trusted or used; the message says why and what to do."""
 
 
-def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
-    """Returns the image of `source` for `arch`; compiles it if neither memory nor disk has it.
-
-    Threads asking for one image at the same time compile it once; processes may each compile it.
-    Raises what `compiler.compile_image` does.
-    """
-    compiler.check_self_contained(source)
-    described = [dataclasses.astuple(source), compiler.options(macros, arch), compiler.version()]
-    return fetch(described, lambda: compiler.compile_image(source, macros, arch))
-
-
 def fetch(described: object, make: Callable[[], Image]) -> Image:
-    """Like `get`, for an image that `described` (JSON) determines and `make` makes."""
+    """Returns the image that `described` (JSON) determines; made if neither memory nor disk has it.
+
+    Threads asking for one image at the same time make it once; processes may each make it.
+    """
     key = hashlib.sha256(json.dumps([FORMAT, described]).encode()).hexdigest()
     with _lock:
         if key in _memory:

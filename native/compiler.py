@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import hashlib
 import itertools
 import os
 import pathlib
@@ -19,6 +18,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from . import cache
+from .cache import Image
 from .implementation import Unsupported
 
 _KERNELS = pathlib.Path(__file__).parent / "kernels"
@@ -52,18 +53,6 @@ class Source:
     text: str
     headers: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Image:
-    """Compiled kernels: a cubin, or PTX text."""
-
-    data: bytes
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """The SHA-256 of `data`, in hexadecimal."""
-        return hashlib.sha256(self.data).hexdigest()
 
 
 @functools.cache
@@ -125,21 +114,25 @@ def check_self_contained(source: Source) -> None:
                 )
 
 
-def compile_image(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
-    """Compiles `source` for `arch` ("sm_90": a cubin, "compute_80": PTX).
+def image_of(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
+    """Returns the image of `source` for `arch`; compiles it if no cache has it, `compile_image`."""
+    check_self_contained(source)
+    described = [dataclasses.astuple(source), options(macros, arch), version()]
+    return cache.fetch(described, lambda: compile_image(source, macros, arch)[0])
+
+
+def compile_image(
+    source: Source, macros: Mapping[str, str | int], arch: str, *extra: str
+) -> tuple[Image, str]:
+    """Compiles `source` for `arch` ("sm_90": a cubin, "compute_80": PTX); returns its log, too.
+
+    `extra` are further options for NVRTC.
 
     Raises:
       CompilerMissing: if NVRTC, cuda-bindings or CUDA's headers are not installed.
       CompileError: if the source does not compile, with the compiler's log.
       ValueError: for a macro whose name is a single letter: CUDA's own headers use those.
     """
-    return compile_with_log(source, macros, arch)[0]
-
-
-def compile_with_log(
-    source: Source, macros: Mapping[str, str | int], arch: str, *extra: str
-) -> tuple[Image, str]:
-    """Does what `compile_image` does, with further options for NVRTC; returns its log, too."""
     nvrtc = _nvrtc()
     _, known = nvrtc.nvrtcGetSupportedArchs()
     number = re.fullmatch(r"sm_(\d+)", arch)

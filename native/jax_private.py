@@ -1,7 +1,7 @@
 """The few private names of JAX that normfuse uses, each with the consequence of its absence."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -12,9 +12,9 @@ except ImportError:  # custom_partitioning in a lowering rule then fails with JA
     _needs_devices = set()
 
 try:
-    from jax._src.interpreters.partial_eval import dce_rules as _dce_rules
+    from jax._src.interpreters.partial_eval import dce_rules
 except ImportError:  # an unused rstd is then computed and thrown away
-    _dce_rules = {}
+    dce_rules = {}
 
 try:
     from jax._src.custom_partitioning import _sharding_callbacks as sharding_callbacks
@@ -75,14 +75,6 @@ def needs_devices_during_lowering(primitive: Primitive) -> None:
 def coordination_client() -> Any:
     """Returns this process's client of JAX's coordination service, None where there is none."""
     return getattr(_distributed, "client", None)
-
-
-def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Sets `rule(used results, ..., equation) -> (used operands, equation or None)` for dead code.
-
-    JAX 0.12 passes which operands are live between the two.
-    """
-    _dce_rules[primitive] = rule
 
 
 def packed_attention(

@@ -77,23 +77,33 @@ class Kernel:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        of = tuple((a.shape, a.dtype) for a in operands)
-        known = self._types and self._types(spec, *operands)
-        types = known or result_types(self.definition, spec, of)
+        types = self._types and self._types(spec, *operands)
+        if not types:
+            of = tuple([(a.shape, a.dtype) for a in operands])
+            types = result_types(self.definition, spec, of)
         like = operands[0]  # the mesh and the manual axes around a shard are those of its operands
-        update = functools.partial(like.update, weak_type=False)
-        place = lambda t: NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(t.shape)))
-        return [update(shape=t.shape, dtype=t.dtype, sharding=place(t)) for t in types]
+        specs = [PartitionSpec(*[None] * len(t.shape)) for t in types]
+        places = [NamedSharding(like.sharding.mesh, spec) for spec in specs]
+        return [
+            like.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=place)
+            for t, place in zip(types, places)
+        ]
 
     def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
-        plain = functools.partial(lower, functools.partial(self.definition, spec), ctx)
-        if not order.names and self._is_plain_fastest(platform, ctx, spec):
-            return plain(*values)
+        plain = functools.partial(self.definition, spec)
+        measured = platform == "cuda" and not order.names and _has_static_shapes(ctx)
+        if measured and self._plain_on_cuda and self._plain_on_cuda(spec, *ctx.avals_in):
+            return lower(plain, ctx, *values)
+        # On CPUs Pallas is interpreted, and serves on request alone.
+        best = "pallas" if platform == "tpu" and "pallas" in self.bodies else "native"
         where, reasons = "/".join(ctx.module_context.platforms), {}
-        bodies = {"native": self._native_body, "pallas": self._pallas_body}
-        for name in order.names or self._fastest(platform):
+        for name in order.names or (best,):
             try:
-                results = bodies[name](platform, ctx, spec)(*values)
+                if name == "pallas":
+                    results = self._lower_pallas(platform, ctx, *values, spec=spec)
+                else:
+                    body = functools.partial(self.native(platform, ctx), spec)
+                    results = lower(body, ctx, *values)
             except Unsupported as error:
                 reasons[name] = f"on {where}, {error}"
                 continue
@@ -102,23 +112,11 @@ class Kernel:
             return results
         if order.strict or "pallas" in order.names or not self.fused_by_xla(platform):
             report(spec.op, reasons, strict=order.strict)
-        return plain(*values)
+        return lower(plain, ctx, *values)
 
     def fused_by_xla(self, platform: str | None) -> bool:
         """Returns whether the definition is meant to serve: XLA fuses it into one loop on CPUs."""
         return platform == "cpu" and "cpu" not in self.bodies and "cuda" in self.bodies
-
-    def _is_plain_fastest(self, platform: str | None, ctx: Any, spec: Any) -> bool:
-        if platform != "cuda" or self._plain_on_cuda is None or not _has_static_shapes(ctx):
-            return False
-        return self._plain_on_cuda(spec, *ctx.avals_in)
-
-    def _fastest(self, platform: str | None) -> tuple[str, ...]:
-        """Returns the implementation that is tried where none was asked for.
-
-        On CPUs Pallas is interpreted, and serves on request alone.
-        """
-        return ("pallas" if platform == "tpu" and "pallas" in self.bodies else "native",)
 
     def native(self, platform: str | None, ctx: Any) -> Body:
         """Returns the native body for a lowering, as a function of `(spec, *operands)`."""
@@ -134,24 +132,16 @@ class Kernel:
         somewhere = {"cpu", "cuda"} & set(self.bodies)
         raise Unsupported(f"{'this platform has no' if somewhere else 'no platform has a'} kernel")
 
-    def _native_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
-        return functools.partial(lower, functools.partial(self.native(platform, ctx), spec), ctx)
-
-    def _pallas_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
+    def _lower_pallas(self, platform: str | None, ctx: Any, *values: Any, spec: Any) -> Any:
         if "pallas" not in self.bodies:
             raise Unsupported("there is no Pallas kernel for this")
         if platform not in ("cpu", "tpu"):
             raise Unsupported("there are no Pallas kernels: they are for TPUs, interpreted on CPUs")
         _require_static_shapes(ctx)
-        body = functools.partial(self.bodies["pallas"], platform, spec)
-
-        def run(*values: Any) -> Any:
-            try:
-                return lower(body, ctx, *values)
-            except (NotImplementedError, ImportError) as error:
-                raise Unsupported(f"Pallas cannot lower this: {error}") from error
-
-        return run
+        try:
+            return lower(functools.partial(self.bodies["pallas"], platform, spec), ctx, *values)
+        except (NotImplementedError, ImportError) as error:
+            raise Unsupported(f"Pallas cannot lower this: {error}") from error
 
 
 def _has_static_shapes(ctx: Any) -> bool:
@@ -196,7 +186,7 @@ def lower(fn: Body, ctx: Any, *values: Any) -> Any:
 def _traced(fn: Body, operands: Sequence[Any]) -> Any:
     with use_abstract_mesh(_NO_MESH):
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
-        return jax.make_jaxpr(lambda *arrays: list(fn(*arrays)))(*structs)
+        return jax.make_jaxpr(fn)(*structs)
 
 
 def _lower_shielded(ctx: Any, *values: Any, jaxpr: Any, x64: bool) -> Any:

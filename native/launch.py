@@ -4,6 +4,7 @@ A CUDA kernel is compiled for the `Target` of the lowering it is part of, and la
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -15,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from . import cache
-from .compiler import Source, kernel_source
+from .compiler import Source, image_of, kernel_source
 from .dtypes import CUDA_TYPES, FLOATING, compute_dtype
 from .implementation import Unsupported
 
@@ -64,7 +64,7 @@ def launch(
     """
     if isinstance(source, str):
         source = kernel_source(source)
-    image = cache.get(source, macros or {}, target.arch)
+    image = image_of(source, macros or {}, target.arch)
     return call_host(
         "normfuse_launch",
         operands,
@@ -158,7 +158,7 @@ PORTABLE = f"compute_{OLDEST}"
 # Shared memory one block may use, in KiB (CUDA C++ Programming Guide, compute capabilities). With
 # what CUDA takes from every block it is that of a multiprocessor.
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99}
-_RESERVED_BYTES = 1 << 10
+RESERVED_BYTES = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,31 +173,27 @@ class Target:
     multiprocessors: int  # their number, known or assumed
     name: str = ""  # the driver's name for it; empty if no device is attached
 
-    @property
+    @functools.cached_property
     def capability(self) -> int:
         """Compute capability times ten: the least the image runs on."""
         return int(re.sub(r"\D", "", self.arch))
 
-    @property
+    @functools.cached_property
     def portable(self) -> bool:
         """True for PTX, which the driver finishes for the device it finds."""
         return self.arch.startswith("compute_")
 
-    @property
+    @functools.cached_property
     def shared_memory(self) -> int:
         """Bytes of shared memory that a block may use on every device the image runs on."""
         known = _SHARED_KIB.get(self.capability)
         return (min(_SHARED_KIB.values()) if self.portable or known is None else known) << 10
 
-    def shared_memory_of(self, blocks: int) -> int:
-        """Bytes of shared memory for each of so many blocks that a multiprocessor has at once."""
-        return (self.shared_memory + _RESERVED_BYTES) // blocks - _RESERVED_BYTES
-
     def blocks_with(self, shared: int) -> int:
         """How many blocks with so many bytes of shared memory a multiprocessor has at once."""
-        return (self.shared_memory + _RESERVED_BYTES) // (shared + _RESERVED_BYTES)
+        return (self.shared_memory + RESERVED_BYTES) // (shared + RESERVED_BYTES)
 
-    @property
+    @functools.cached_property
     def clusters(self) -> bool:
         """True where blocks can form clusters and read each other's shared memory."""
         return self.capability >= 90
@@ -230,6 +226,7 @@ def compute_capability_of(ctx: Any) -> int | None:
     return None if target.portable else target.capability
 
 
+@functools.cache
 def named_target(name: str, said: str = "NORMFUSE_CUDA_ARCH") -> Target:
     """Returns the target called `sm_90`, `90`, `9.0`, `sm_90a` or, for PTX, `compute_90`.
 

@@ -145,21 +145,21 @@ MUTANTS = [
         "tests/native/test_cpu_registry.py::test_versions_that_load[compiled4-installed4-False]",
     ),
     Mutant(
-        "native/launch.py",
-        "(self.shared_memory + _RESERVED_BYTES) // blocks - _RESERVED_BYTES",
-        "(self.shared_memory + _RESERVED_BYTES) // blocks",
+        "layers/norm/layouts.py",
+        "(target.shared_memory + RESERVED_BYTES) // self.min_blocks - RESERVED_BYTES",
+        "(target.shared_memory + RESERVED_BYTES) // self.min_blocks",
         "tests/native/test_cuda_lowering.py"
         "::test_blocks_share_a_multiprocessors_memory[1-sm_80-164]",
     ),
     Mutant(
         "native/kernel.py",
-        "if not order.names and self._is_plain_fastest(platform, ctx, spec):",
-        "if self._is_plain_fastest(platform, ctx, spec):",
+        'platform == "cuda" and not order.names and _has_static_shapes(ctx)',
+        'platform == "cuda" and _has_static_shapes(ctx)',
         "tests/native/test_cuda_lowering.py"
         "::test_cuda_small_arrays_are_plain_hlo_unless_native_is_asked_for",
     ),
     Mutant(
-        "native/implementation.py",
+        "layers/core/arguments.py",
         "strict=plain == len(names)",
         "strict=True",
         "tests/layers/test_errors.py::test_plain_hlo_is_logged_once_and_listed",
@@ -224,7 +224,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers/norm/op.py",
-        "return [dx, *[split.psum(d, rows) for d in more]]",
+        "return [dx, *[split.psum(d, _parts(norm, x.ndim)[-2]) for d in more]]",
         "return [dx, *more]",
         "tests/layers/test_meshes.py::test_layouts[residual_rms_norm-None-auto-rows]",
     ),

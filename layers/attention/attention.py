@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...native.implementation import BEST, Implementation, Order, requested
+from ...native.implementation import BEST, Implementation, Order
 from ..core.arguments import (
     array_of,
     checked_softcap,
@@ -20,6 +20,7 @@ from ..core.arguments import (
     floating,
     floating_dtype,
     integer,
+    requested,
 )
 from ..core.op import reshard_like, vary, varying_axes
 from ..core.sharding import axes_of, whole

@@ -2,15 +2,18 @@
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...native.dtypes import FLOATING
+from ...native.implementation import BEST, NAMES, NATIVE, Implementation, Order, together
 
+T = TypeVar("T")
 Recipe = Literal["fp8"]
 """How products are quantized: docs/quantization.md."""
 
@@ -178,3 +181,84 @@ def unserved_of_flax(layer: Any, promote_dtype: Any, *dtypes: Any) -> str:
         "a promote_dtype of its own": layer.promote_dtype is not promote_dtype,
     }
     return unserved(reasons, *dtypes, layer.dtype)
+
+
+# ---------------------------------------------------------------- implementations
+
+
+def native_or_best(strict: bool) -> Order:
+    """Returns the order of native kernels alone, or of the best there is."""
+    return NATIVE if strict else BEST
+
+
+def requested(
+    implementation: Implementation,
+    *,
+    argument: str = "implementation",
+    known: Sequence[str] = NAMES,
+) -> list[str]:
+    """Returns the implementations to try, in order; empty for the best that can serve.
+
+    `None` takes `NORMFUSE_IMPLEMENTATION` (names separated by commas) where it is set. `known` are
+    the names there are.
+
+    Raises:
+      ValueError: for an unknown name.
+      NotImplementedError: for a name that is not among `known`.
+      TypeError: for anything but None, a string, or a sequence of strings.
+    """
+    if implementation is None:
+        argument = "NORMFUSE_IMPLEMENTATION"
+        if not os.environ.get(argument):
+            return []
+        implementation = [name.strip() for name in os.environ[argument].split(",")]
+    names = [implementation] if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{argument} must be None, one of {', '.join(map(repr, known))} or a sequence of them, "
+            f"got {implementation!r}; None takes the best that can serve here"
+        )
+    if not names or not {*names} <= {*known}:
+        elsewhere = names and {*names} <= {*NAMES, *known}  # other operations have it
+        raise (NotImplementedError if elsewhere else ValueError)(
+            f"{argument} must name one of {', '.join(map(repr, known))}, got {implementation!r}; "
+            "None takes the best that can serve here"
+        )
+    return list(names)
+
+
+def order_of(op: str, implementation: Implementation) -> Order | None:
+    """Returns the kernels that `implementation` asks for, whose names are kernels' or "xla".
+
+    None if it asks for plain HLO before any of them.
+    """
+    names = requested(implementation, argument=f"{op}: implementation")
+    if not names:
+        return BEST
+    plain = names.index("xla") if "xla" in names else len(names)
+    return Order(tuple(names[:plain]), strict=plain == len(names)) if plain else None
+
+
+def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:
+    """Calls the implementation asked for.
+
+    `serve` has for each implementation that exists a function of `strict`, which is True if plain
+    HLO must not replace it (it may if "xla" follows, or if nothing was asked for).
+
+    Raises:
+      NotImplementedError: if the only implementation asked for cannot serve.
+      ExceptionGroup: of the causes, if none of several can.
+    """
+    every = [name for name in ("native", "xla") if name in serve]
+    names = requested(implementation, argument=f"{op}: implementation") or every
+    if implementation is None:  # NORMFUSE_IMPLEMENTATION is a preference only
+        names = [name for name in names if name in serve] or every
+    errors, there = [], ", ".join(map(repr, serve))
+    for i, name in enumerate(names):
+        try:
+            if name not in serve:
+                raise NotImplementedError(f"{op} has no {name!r} implementation; it has {there}")
+            return serve[name]("xla" not in names[i + 1 :])
+        except NotImplementedError as error:
+            errors.append(error)
+    raise together(op, names, errors)

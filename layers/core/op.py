@@ -167,10 +167,9 @@ class Op:
         if self.dims is None or self.share is not None and types is None:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         if types is None:
-            of = tuple((a.shape, a.dtype) for a in operands)
-            types = result_types(self.plain, spec, of)
-        inputs, outputs = self._dims(spec, operands)
+            types = result_types(self.plain, spec, tuple([(a.shape, a.dtype) for a in operands]))
         leads, entries = self._leads(spec), {}
+        inputs, outputs = self.dims(spec, *[operands[lead].ndim for lead in leads])
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
         like = operands[leads[0]]
@@ -185,11 +184,13 @@ class Op:
         if self.before is not None:
             order = self.before(ctx, spec, order)
         avals, leads = ctx.avals_in, self._leads(spec)
-        where = where_lowered(ctx, avals[leads[0]])
         lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
         plain = functools.partial(self.plain, spec)
+        if self.body is None and self.share is None:
+            return lower_as(plain)
+        where, dims = where_lowered(ctx, avals[leads[0]]), self._dims(spec, avals)
 
-        def shared(whole: Any, share: Any, deciding: Sequence[int], dims: Dims) -> Any:
+        def shared(whole: Any, share: Any, deciding: Sequence[int]) -> Any:
             devices = devices_of(ctx)
             results = lower_as(shared_by(whole, share, deciding, dims, devices))
             self._name(ctx, results, devices, spec, order, dims)
@@ -197,29 +198,28 @@ class Op:
 
         mixed = avals[leads[0]].sharding.mesh.explicit_axes  # and Auto ones
         if self.share is not None and where == _Where() and not mixed:
-            share, dims = functools.partial(self.share, spec), self._dims(spec, avals)
-            return shared(plain, share, range(len(avals) + len(ctx.avals_out)), dims)
+            deciding = range(len(avals) + len(ctx.avals_out))
+            return shared(plain, functools.partial(self.share, spec), deciding)
         if self.body is None:
             return lower_as(plain)
         if where.plain:
             report(spec.op, where.plain, strict=order.strict, names=order.names)
             return lower_as(plain)
-        body = functools.partial(self.body, spec, order=order)
-        dims = self._dims(spec, avals)
+        on = lambda split: functools.partial(self.body, spec, split, order=order)
+        (inputs, outputs), unsplit = dims, _split(dims[0], leads, avals)
         if where.single:
-            return lower(_on(body, _split(dims[0], leads, avals)), ctx, *values)
+            return lower(on(unsplit), ctx, *values)
         if self.dims is None:
             return lower_as(plain)
         undivided: Dimensions = ()
         if self.undivided is not None:
             undivided = self.undivided(spec, *[avals[lead].ndim for lead in leads])
-        inputs, outputs = dims
         if where.explicit:
             mesh = avals[leads[0]].sharding.mesh
             specs = [avals[lead].sharding.spec for lead in leads]
             split = _split(inputs, leads, avals, specs, dict(mesh.shape), undivided)
             mapped = jax.shard_map(
-                _on(body, split),
+                on(split),
                 mesh=mesh,
                 in_specs=tuple(split.spec(d) for d in inputs),
                 out_specs=[split.spec(d) for d in outputs],
@@ -231,9 +231,9 @@ class Op:
         def share(sizes: Any, shapes: Any, specs: Sequence[P]) -> Any:
             del shapes
             split = _split(inputs, leads, avals, specs, sizes, undivided)
-            return [split.spec(d) for d in (*inputs, *outputs)], _on(body, split)
+            return [split.spec(d) for d in (*inputs, *outputs)], on(split)
 
-        return shared(_on(body, _split(inputs, leads, avals)), share, leads, dims)
+        return shared(on(unsplit), share, leads)
 
     def _name(self, ctx: Any, results: Any, devices: Sequence[jax.Device], *about: Any) -> None:
         """Names a callback by everything that it depends on: calls of one name share it."""
@@ -293,8 +293,7 @@ def jvp_along(
     function: Callable[..., Results], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Results, Results]:
     """Returns a function's results and their tangents, by JAX, along those that there are."""
-    still = lambda t: t is None or isinstance(t, ad.Zero | SymbolicZero)
-    along = {i: t for i, t in enumerate(tangents) if not still(t)}
+    along = {i: t for i, t in enumerate(tangents) if moves(t)}
 
     def moved(*moving: Array) -> Results:
         given = dict(zip(along, moving))
@@ -306,11 +305,11 @@ def jvp_along(
 def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Sets `rule(used results, equation) -> (used operands, equation)`, where some are used."""
 
-    def remove(used: list[bool], *live_and_eqn: Any) -> Any:
+    def remove(used: list[bool], *live_and_eqn: Any) -> Any:  # JAX 0.12 passes live operands, too
         eqn = live_and_eqn[-1]
         return rule(used, eqn) if any(used) else ([False] * len(eqn.invars), None)
 
-    jax_private.on_unused_results(primitive, remove)
+    jax_private.dce_rules[primitive] = remove
 
 
 def _drop_last(without_last: Callable[[Any], Any], used: list[bool], eqn: Any) -> Any:
@@ -338,10 +337,6 @@ def _compile_when_eager(primitive: Primitive) -> None:
 # ---------------------------------------------------------------- a body on several devices
 
 
-def _on(body: Body, split: Split) -> Callable[..., Results]:
-    return lambda *operands: list(body(split, *operands))
-
-
 def _split(
     inputs: Sequence[Dimensions],
     leads: Leads,
@@ -358,7 +353,7 @@ def _split(
     """
     if not specs:
         lengths = {d: n for lead in leads for d, n in zip(inputs[lead], operands[lead].shape)}
-        return Split(((),) * len(lengths), tuple(lengths[d] for d in range(len(lengths))))
+        return Split(((),) * len(lengths), tuple([lengths[d] for d in range(len(lengths))]))
     axes: dict[int, tuple[str, ...]] = {}
     shape: dict[int, int] = {}
     for lead, spec in zip(leads, specs):
@@ -530,11 +525,6 @@ class _Operation:
     spec: Any
     order: Order
 
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.spec.op
-
     def rows(self, kept: Any) -> None:
         """Batches of the operation itself are its own rule's."""
 
@@ -587,11 +577,6 @@ class Tangent:
     moves: tuple[bool, ...]
     results: tuple[Any, ...] = ()  # their types, where they are known
     vmaps: tuple[tuple[bool, ...], ...] = ()
-
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.function.op
 
     def read(self, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns what was kept, and a tangent or None for each of `moves`."""

@@ -12,17 +12,19 @@ from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
 from ...native.dtypes import NARROW, compute_dtype, holds
-from ...native.implementation import BEST, Implementation, Order, choose, native_or_best
+from ...native.implementation import BEST, Implementation, Order
 from ..core.arguments import (
     Quantization,
     array_of,
     check_quantization,
     checked_softcap,
+    choose,
     finite,
     flag,
     floating,
     floating_dtype,
     integer,
+    native_or_best,
 )
 from ..core.op import Op, match, reshard_like
 from ..core.sharding import axes_of, whole, without
@@ -387,11 +389,6 @@ class Loss(NamedTuple):
     spec: Spec
     order: Order  # kernels to try
     with_lse: bool = False  # return the log-sum-exps with a reduction
-
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.spec.op
 
 
 def _reduced(

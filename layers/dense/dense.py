@@ -4,10 +4,17 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation, choose, native_or_best
+from ...native.implementation import Implementation
 from ..core import sharding
 from ..core.activations import Activation, resolve
-from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
+from ..core.arguments import (
+    Quantization,
+    check_quantization,
+    choose,
+    floating,
+    floating_dtype,
+    native_or_best,
+)
 from .epilogue import finish, finish_natively
 from .fp8 import multiply
 from .matmul import matmul

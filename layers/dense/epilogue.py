@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
-from ...native.implementation import Order, native_or_best
+from ...native.implementation import Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from ..core.activations import Activation, Scalar, resolve, scalar_of, with_activation
+from ..core.arguments import native_or_best
 from ..core.op import (
     Dims,
     Loose,

@@ -69,11 +69,6 @@ class Encoded:
     has_qt: bool = True
     vmaps: tuple[tuple[int | None, ...], ...] = ()  # each with the operands' dims, outermost first
 
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.marked.spec.op
-
 
 def multiply_encoded(marked: Marked, x: Array, made: Any, operands: Sequence[Array]) -> list[Array]:
     """Returns the results of a marked function for x, of which there are codes, and operands."""

@@ -5,10 +5,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation, choose, native_or_best
+from ...native.implementation import Implementation
 from ..core import sharding
 from ..core.activations import Activation, resolve, scalar_of
-from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
+from ..core.arguments import (
+    Quantization,
+    check_quantization,
+    choose,
+    floating,
+    floating_dtype,
+    native_or_best,
+)
 from ..core.op import match, placed
 from .dense import check_shapes
 from .epilogue import Epilogue, finish, finish_natively

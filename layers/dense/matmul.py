@@ -197,11 +197,6 @@ class _MatMul:
     product: Product
     value: Activated | None
 
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return "dense" if self.value is None else self.value.epilogue.op
-
     def left(self, args: Sequence[Array]) -> Array:
         """Returns the left operand."""
         return args[0] if self.value is None else self.value.forward(args)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...native.implementation import Implementation, Order, choose, requested
-from ..core.arguments import array_of
+from ...native.implementation import Implementation, Order
+from ..core.arguments import array_of, choose, requested
 from .code import DTYPES, Pairs
 from .function import Plain, Primal, Slope, called, key_of
 from .op import Loop, by_jax, call, compute_dtype

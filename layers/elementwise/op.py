@@ -21,7 +21,8 @@ import numpy as np
 from jax import Array
 from jax.interpreters import ad
 
-from ...native import cache, compiler, host_compiler
+from ...native import host_compiler
+from ...native.compiler import Image, image_of
 from ...native.dtypes import NARROW
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
@@ -168,7 +169,7 @@ def _on_cuda(target: Target, loop: Loop, *operands: Array) -> Results:
     )
 
 
-def _library(arch: str, loop: Loop, layout: Layout) -> compiler.Image:
+def _library(arch: str, loop: Loop, layout: Layout) -> Image:
     text = code.host_source(loop.function, layout)
     # These call the C library for each element, so that no loop with them is vectorised.
     rewritten = any(re.search(r"(?:atan|pow)", piece) for _, piece in loop.function.pieces)
@@ -262,7 +263,7 @@ def _compile_early(ctx: Any, loop: Loop, order: Order) -> Order:
             if platform == "cpu":
                 _library(_host_arch(ctx), loop, layout)
             elif platform == "cuda":
-                cache.get(code.cuda_source(loop.function, layout), {}, target_for(ctx).arch)
+                image_of(code.cuda_source(loop.function, layout), {}, target_for(ctx).arch)
     return order
 
 

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...native.implementation import choose
+from ..core.arguments import choose
 from ..core.sharding import whole
 from ..dense.dense import apply
 from ..dense.epilogue import finish, finish_natively, scalar_of

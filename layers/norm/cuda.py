@@ -4,6 +4,7 @@ Rows of contiguous elements move through memory once. Those that no block, or cl
 hold take two launches: one for the statistics of each slice of a row, one for the rest.
 """
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -146,14 +147,15 @@ class Call:
         self.results |= {name: row for name in results if name in STATISTICS}
         self.gradients = [name for name in results if name in PARAMETERS]
 
+    @functools.cached_property
     def seen(self) -> Rows:
         """Returns what the search for a layout knows of the call."""
         small = {*STATISTICS, *PARAMETERS}
         arrays = self.operands | self.results
-        sizes = lambda arrays: [a.dtype.itemsize for k, a in arrays.items() if k not in small]
+        sizes = {k: a.dtype.itemsize for k, a in arrays.items() if k not in small}
         return Rows(
             features=self.features,
-            itemsize=max(sizes(arrays)),
+            itemsize=max(sizes.values()),
             target=self.target,
             rows=self.rows,
             compute=self.compute,
@@ -163,7 +165,7 @@ class Call:
             gradients=len(self.gradients),
             parameters=len(self.gradients) + self.norm.has_scale,
             bias="BIAS" in arrays or "DBIAS" in self.gradients,
-            read_bytes=sum(sizes(self.operands)),
+            read_bytes=sum([sizes.get(name, 0) for name in self.operands]),
         )
 
     def over_slices(self, sums: jax.Array) -> jax.Array:
@@ -172,12 +174,22 @@ class Call:
 
     def launch(self, source: str, macros: dict[str, Any], layout: RowLayout, **sizes: Any) -> Any:
         """Launches a kernel; `macros` are those of one source, beside those of every one."""
-        self.layout, results, arrays = layout, dict(self.results), self.operands
+        self.layout, threads = layout, layout.threads
+        results, arrays = dict(self.results), self.operands
         if not self.whole and layout.slices > 1:  # a statistic for each slice of a row
             struct = jax.ShapeDtypeStruct((self.rows, layout.slices), self.compute)
             results |= {name: struct for name in results if name in STATISTICS}
-        macros = layout.macros(cluster=self.whole) | macros
-        macros |= {
+        cluster = layout.slices if self.whole else 1  # slices of a row that add up their sums
+        macros = {
+            "FEATURES": layout.features,
+            "VECTOR": layout.vector,
+            "CHUNKS": layout.chunks,
+            "ROW_THREADS": layout.row_threads,
+            "BLOCK_ROWS": layout.block_rows,
+            "SLICES": layout.slices,
+            "CLUSTER": cluster,
+            "MIN_BLOCKS": layout.min_blocks,
+            **macros,
             "CENTRED": self.norm.centred,
             "HAS_RESIDUAL": "RESIDUAL" in arrays or "DH" in arrays,
             "HAS_SCALE": "SCALE" in arrays,
@@ -193,8 +205,8 @@ class Call:
             list(results.values()),
             target=self.target,
             macros=types | {name: int(value) for name, value in macros.items()},
-            block=layout.threads,
-            cluster=(1, layout.slices if self.whole else 1),
+            block=threads,
+            cluster=(1, cluster),
             ints=(self.rows, *([self.rows // self.examples] if self.examples else [])),
             **sizes,
         )
@@ -208,7 +220,7 @@ def _forward(call: Call) -> list[jax.Array] | None:
     norm, normalise = call.norm, "Y" in call.results
     if call.rows == 0:
         return _zeros(call)
-    layout = forward_layout(call.seen())
+    layout = forward_layout(call.seen)
     if layout is None:
         return None
     owners = call.examples or 1
@@ -245,8 +257,7 @@ def _backward(call: Call, count: float) -> list[jax.Array] | None:
     n, owners, columns = call.features, call.examples or 1, len(call.gradients)
     if call.rows == 0:
         return _zeros(call) + [jnp.zeros(owners * n, call.compute)] * columns
-    rows = call.seen()
-    layout = backward_layout(rows)
+    layout = backward_layout(call.seen)
     if layout is None:
         return None
     grid = layout.persistent_blocks(call.target, cluster=call.whole)
@@ -258,7 +269,7 @@ def _backward(call: Call, count: float) -> list[jax.Array] | None:
         grid = owners * max(1, min(blocks, grid // owners))
     if columns:
         call.results["PARTIAL"] = jax.ShapeDtypeStruct((grid, columns * n), call.compute)
-    depth, shared = layout.pipeline(rows)
+    depth, shared = layout.pipeline(call.seen)
     gradient = "DX" in call.results
     macros = {
         "DOTS": "DOTS" not in call.operands,
@@ -287,8 +298,8 @@ def _backward_in_one_launch(call: Call) -> list[jax.Array] | None:
     """Launches rms_norm_backward_in_one_launch.cu, where rows are few."""
     if call.gradients != ["DSCALE"] or call.norm.centred or call.examples or call.rows == 0:
         return None
-    read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
-    chosen = one_launch_layout(replace(call.seen(), read_bytes=read))
+    read = sum([call.operands[name].dtype.itemsize for name in ("DY", "X")])
+    chosen = one_launch_layout(replace(call.seen, read_bytes=read))
     if chosen is None:
         return None
     (layout, lanes), n = chosen, call.features

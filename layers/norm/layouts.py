@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...native.launch import Target
+from ...native.launch import RESERVED_BYTES, Target
 
 WARP = 32
 MAX_THREADS = 1024  # a block's
@@ -94,13 +94,17 @@ class RowLayout:
         elements = self.thread_rows * self.block_rows * self.tile
         return round_up(self.sum_bytes(compute, cluster=True), _LINE) + elements * itemsize
 
+    def memory(self, target: Target) -> int:
+        """Shared memory for each of the blocks that a multiprocessor has at once."""
+        return (target.shared_memory + RESERVED_BYTES) // self.min_blocks - RESERVED_BYTES
+
     def fits(self, rows: "Rows") -> bool:
         """Returns True if two rows of every block fit in shared memory."""
-        return self._shared(2, rows) <= rows.target.shared_memory_of(self.min_blocks)
+        return self._shared(2, rows) <= self.memory(rows.target)
 
     def pipeline(self, rows: "Rows") -> tuple[int, int]:
         """Rows on their way to a block of the backward kernel, and its shared memory in bytes."""
-        depth, most = self.max_stages, rows.target.shared_memory_of(self.min_blocks)
+        depth, most = self.max_stages, self.memory(rows.target)
         while depth > 2 and self._shared(depth, rows) > most:
             depth -= 1
         return depth, self._shared(depth, rows)
@@ -113,19 +117,6 @@ class RowLayout:
             sums += elements * itemsize
         dscale = self.block_rows * self.tile * itemsize if self.block_rows > 1 else 0
         return max(sums + depth * elements * rows.read_bytes, dscale)
-
-    def macros(self, *, cluster: bool) -> dict[str, int]:
-        """The layout as macros; in a `cluster`, the slices of a row add their sums together."""
-        return {
-            "FEATURES": self.features,
-            "VECTOR": self.vector,
-            "CHUNKS": self.chunks,
-            "ROW_THREADS": self.row_threads,
-            "BLOCK_ROWS": self.block_rows,
-            "SLICES": self.slices,
-            "CLUSTER": self.slices if cluster else 1,
-            "MIN_BLOCKS": self.min_blocks,
-        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...native.implementation import Implementation, Order, order_of
-from ..core.arguments import dimensions, finite, floating, floating_dtype
+from ...native.implementation import Implementation, Order
+from ..core.arguments import dimensions, finite, floating, floating_dtype, order_of
 from ..core.op import (
     Dims,
     Loose,
@@ -60,7 +60,6 @@ from .spec import (
     Norm,
     add,
     against,
-    along_rows,
     centred_of,
     define_backward,
     define_forward,
@@ -141,9 +140,9 @@ def rms_norm(
     >>> [round(value, 3) for value in y.tolist()], new_residual.tolist()
     ([0.849, 1.131], [6.0, 8.0])
     """
-    options = eps, axis, scale_offset, dtype, cast
-    norm, operands = check("rms_norm", x, scale, bias, *options, residual)
-    return results_of(norm, call(forward, norm, operands, implementation))
+    options = eps, axis, scale_offset, dtype, implementation, cast
+    results = _apply("rms_norm", x, scale, bias, *options, residual)
+    return results[0] if residual is None else tuple(results[:2])
 
 
 def rms_norm_with_rstd(
@@ -173,9 +172,8 @@ def rms_norm_with_rstd(
     >>> [round(value, 3) for value in rstd.tolist()]
     [0.283, 0.141]
     """
-    options = eps, axis, scale_offset, dtype, cast
-    norm, operands = check("rms_norm_with_rstd", x, scale, bias, *options)
-    y, rstd = call(forward, norm, operands, implementation)
+    options = eps, axis, scale_offset, dtype, implementation, cast
+    y, rstd = _apply("rms_norm_with_rstd", x, scale, bias, *options)
     return y, rstd
 
 
@@ -213,15 +211,15 @@ def layer_norm(
     >>> [round(value, 3) for value in y.ravel().tolist()]
     [-1.0, 1.0, 2.0, -2.0]
     """
-    options = eps, axis, scale_offset, dtype, "after"
-    norm, operands = check("layer_norm", x, scale, bias, *options, residual, True)
-    return results_of(norm, call(forward, norm, operands, implementation))
+    options = eps, axis, scale_offset, dtype, implementation, "after"
+    results = _apply("layer_norm", x, scale, bias, *options, residual, centred=True)
+    return results[0] if residual is None else tuple(results[:2])
 
 
 # ---------------------------------------------------------------- checks and the call
 
 
-def check(
+def _apply(
     op: str,
     x: Any,
     scale: Any,
@@ -230,34 +228,37 @@ def check(
     axis: Any,
     scale_offset: Any,
     dtype: Any,
-    cast: Any = "after",
+    implementation: Implementation,
+    cast: Any,
     residual: Any = None,
+    *,
     centred: bool = False,
-) -> tuple[Norm, list[Array]]:
-    """Returns what is known of the norm, and its operands as arrays; or raises one clear error."""
-    x = floating(op, "x", x)
-    if not isinstance(cast, str) or cast not in get_args(Cast):
-        raise ValueError(f"{op}: cast must be 'after' or 'before', got {cast!r}")
+) -> list[Array]:
+    """Returns y, x + residual if there is one, and the statistics; or raises one clear error."""
+    order, x = order_of(op, implementation), floating(op, "x", x)
     axes = dimensions(op, x, axis)
     given = {"scale": scale, "bias": bias}
     given = {name: floating(op, name, a) for name, a in given.items() if a is not None}
-    heads, parameters = aligned(op, x, axes, axis, given)
-    offset = finite(op, "scale_offset", scale_offset)
+    more = [] if residual is None else [floating(op, "residual", residual)]
+    out_dtype = floating_dtype(op, dtype, x.dtype)
+    eps, offset = finite(op, "eps", eps, least=0), finite(op, "scale_offset", scale_offset)
+    if not isinstance(cast, str) or cast not in get_args(Cast):
+        raise ValueError(f"{op}: cast must be 'after' or 'before', got {cast!r}")
+    heads, parameters = _aligned(op, x, axes, axis, given)
     if heads and scale is None:  # kernels find the owner of a row by its scale
         parameters, offset = [jnp.zeros_like(parameters[0]), *parameters], 1.0
-    more = [] if residual is None else [floating(op, "residual", residual)]
     if more and more[0].shape != x.shape:
         raise ValueError(
             f"{op}: residual must have x's shape {x.shape}, got {more[0].shape}; "
             "broadcast it first with jnp.broadcast_to"
         )
-    out_dtype = floating_dtype(op, dtype, x.dtype)
-    dtypes = {out_dtype, *[a.dtype.name for a in (x, *more, *parameters)]}
+    others = [*more, *parameters]
+    dtypes = {out_dtype, *[a.dtype.name for a in (x, *others)]}
     norm = Norm(
         op=op,
         axes=axes,
         heads=heads,
-        eps=finite(op, "eps", eps, least=0),
+        eps=eps,
         scale_offset=offset,
         out_dtype=out_dtype,
         compute="float64" if "float64" in dtypes else "float32",
@@ -269,10 +270,17 @@ def check(
         with_mean=centred,
         with_rstd=True,
     )
-    return norm, [x, *more, *parameters]
+    lead = vary(x, varying_axes(x, *others))
+    if more and not any(jax.typeof(x).sharding.spec):
+        lead = match(lead, more[0], range(x.ndim))
+    (_, *dims), _ = dims_of("forward", norm, x.ndim)
+    operands = [lead, *[match(a, lead, d) for a, d in zip(others, dims, strict=True)]]
+    if order is None:
+        return define_forward(norm, *operands)
+    return forward(norm, *operands, order=order)
 
 
-def aligned(
+def _aligned(
     op: str, x: Array, axes: tuple[int, ...], axis: Any, given: dict[str, Array]
 ) -> tuple[tuple[int, ...], list[Array]]:
     """Returns the dimensions of x before `axes` along which parameters differ, and the parameters
@@ -317,24 +325,6 @@ def _remedy(name: str, value: Array, x: Array, size: tuple[int, ...]) -> str:
     return ""
 
 
-def call(op: Op, norm: Norm, operands: list[Array], implementation: Implementation) -> list[Array]:
-    """Applies `op` to operands placed like x, the first."""
-    x, *others = operands
-    assert op.dims is not None
-    (own, *dims), _ = op.dims(norm, x.ndim)
-    lead = vary(x, varying_axes(*operands))
-    if norm.has_residual and not any(jax.typeof(x).sharding.spec):
-        lead = match(lead, others[0], own)
-    operands = [lead, *[match(a, lead, d) for a, d in zip(others, dims, strict=True)]]
-    order = order_of(norm.op, implementation)
-    return op.plain(norm, *operands) if order is None else op(norm, *operands, order=order)
-
-
-def results_of(norm: Norm, results: list[Array]) -> Any:
-    """y, or y and the sum with a residual."""
-    return tuple(results[:2]) if norm.has_residual else results[0]
-
-
 # ---------------------------------------------------------------- one device's share
 
 
@@ -355,7 +345,7 @@ def seen(norm: Norm, name: str, array: Array) -> Array:
         shape = [math.prod(array.shape[: len(norm.heads)])] * bool(norm.heads)
         return array.reshape(*shape, -1)
     if name in STATISTICS:
-        return seen(norm, "X", along_rows(norm, array)).squeeze(-1)
+        return seen(norm, "X", jnp.expand_dims(array, norm.axes)).squeeze(-1)
     parts = _parts(norm, array.ndim)
     sizes = [math.prod([array.shape[d] for d in dims]) for dims in parts]
     return array.transpose([d for dims in parts for d in dims]).reshape(sizes)
@@ -430,7 +420,6 @@ def backward_body(
     order: Order,
 ) -> list[Array]:
     """dx, then what was asked for of dscale and dbias."""
-    rows = rows_of(norm, x)
     if x.size == 0:
         dx, *more = define_backward(norm, dy, x, *rest)
     else:
@@ -442,7 +431,7 @@ def backward_body(
             values = backward_kernel(local(norm), *operands, order=order)
         dx, *more = [restored(norm, name, a, x.shape) for name, a in zip(results, values)]
     # dscale and dbias are summed over exactly the mesh axes that the rows use
-    return [dx, *[split.psum(d, rows) for d in more]]
+    return [dx, *[split.psum(d, _parts(norm, x.ndim)[-2]) for d in more]]
 
 
 def _backward_over_devices(
@@ -514,11 +503,6 @@ class Derivative:
     norm: Norm
     order: Order
 
-    @property
-    def op(self) -> str:
-        """The function the user called."""
-        return self.norm.op
-
     def rows(self, kept: Any) -> Any:
         """Parameters have none."""
         return (0, -1, 0), [0, -1, -1]
@@ -548,16 +532,18 @@ class Derivative:
             flags = {"has_residual": dh is not None, "has_bias": False, "with_mean": False}
             flags |= {"with_rstd": False, "with_dscale": asked[0], "with_dbias": asked[1]}
             operands = [a for a in (h, scale, *statistics, dh) if a is not None]
-            given = iter(backward(replace(norm, **flags), dy, *operands, order=self.order))
-            found = [next(given) if each else None for each in (True, *asked)]
-        if any(ct is not None for ct in more):
+            given = backward(replace(norm, **flags), dy, *operands, order=self.order)
+            found = [given.pop(0) if each else None for each in (True, *asked)]
+        if any([ct is not None for ct in more]):
             bare = _bare(norm, has_residual=False)
             values, pull = jax.vjp(lambda h: define_forward(bare, h)[1:], h)
             zeros = map(jnp.zeros_like, values)
             (along,) = pull([zero if ct is None else ct for zero, ct in zip(zeros, more)])
             found[0] = along if found[0] is None else found[0] + along
-        typed = lambda g, like: g if g is None or like is None else g.astype(like.dtype)
-        return list(map(typed, found, likes))
+        return [
+            g if g is None or like is None else g.astype(like.dtype)
+            for g, like in zip(found, likes)
+        ]
 
 
 def tangents_of(

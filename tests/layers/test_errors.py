@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import normfuse
 from normfuse import dense, gated_dense, layer_norm, rms_norm, rms_norm_with_rstd
+from normfuse.layers.core import arguments
 from normfuse.native import implementation
 
 X, SCALE = jnp.ones((4, 6, 8)), jnp.ones(8)
@@ -206,7 +207,7 @@ def refuse(name):
 def test_sequence_that_cannot_serve_raises_every_cause():
     serve = {"native": refuse("native"), "xla": refuse("xla")}
     with pytest.raises(ExceptionGroup) as caught:
-        implementation.choose("rms_norm", ("native", "pallas", "xla"), serve)
+        arguments.choose("rms_norm", ("native", "pallas", "xla"), serve)
     assert "rms_norm" in str(caught.value) and "['native', 'pallas', 'xla']" in str(caught.value)
     causes = [str(e) for e in caught.value.exceptions]
     assert causes[0] == "native cannot, strict=False"  # plain HLO may stand in: xla follows
@@ -220,7 +221,7 @@ def test_other_errors_are_not_taken_for_a_refusal():
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
-        implementation.choose("rms_norm", None, {"native": broken, "xla": lambda strict: 1})
+        arguments.choose("rms_norm", None, {"native": broken, "xla": lambda strict: 1})
 
 
 # ---------------------------------------------------------------- where native cannot serve

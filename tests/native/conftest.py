@@ -59,7 +59,7 @@ def spills(monkeypatch):
         def launch(source, kernel, operands, results, *, target, macros, **sizes):
             if kernel != "column_sum":
                 code = compiler.kernel_source(source)
-                log = compiler.compile_with_log(code, macros, target.arch, "--ptxas-options=-v")[1]
+                log = compiler.compile_image(code, macros, target.arch, "--ptxas-options=-v")[1]
                 found[kernel] = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
                 assert "Used " in log and "warning" not in log, log
             return [jax.numpy.zeros(r.shape, r.dtype) for r in results]

@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 def get(factor=2, arch="sm_90", source=SOURCE):
     """An image, and how many compilations that took."""
     before = compiler.compilations()
-    return cache.get(source, {"FACTOR": factor}, arch), compiler.compilations() - before
+    return compiler.image_of(source, {"FACTOR": factor}, arch), compiler.compilations() - before
 
 
 def forget():
@@ -85,7 +85,7 @@ def test_cache_threads_compile_once():
 
     def work():
         barrier.wait()
-        found.append(cache.get(SOURCE, {"FACTOR": 5}, "sm_90"))
+        found.append(compiler.image_of(SOURCE, {"FACTOR": 5}, "sm_90"))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -97,10 +97,10 @@ def test_cache_threads_compile_once():
 
 TWELVE = """
 import sys
-from normfuse.native import cache
+from normfuse.native import compiler
 from normfuse.native.compiler import Source
 source = Source("scale.cu", sys.argv[1])
-print([cache.get(source, {"FACTOR": i}, "sm_90").digest for i in range(12)])
+print([compiler.image_of(source, {"FACTOR": i}, "sm_90").digest for i in range(12)])
 """
 
 

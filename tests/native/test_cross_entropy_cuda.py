@@ -205,7 +205,7 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
 
     def compiled(source, macros, results):
         file = compiler.kernel_source(source)
-        logs.append(compiler.compile_with_log(file, macros, target.arch, "--ptxas-options=-v")[1])
+        logs.append(compiler.compile_image(file, macros, target.arch, "--ptxas-options=-v")[1])
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(softmax, "launch", launch)

@@ -34,7 +34,7 @@ def compile_all(monkeypatch):
             assert shared <= target.shared_memory
             verbose = ["--ptxas-options=-v"] * (not target.portable)
             file = compiler.kernel_source(source)
-            log = compiler.compile_with_log(file, macros, target.arch, *verbose)[1]
+            log = compiler.compile_image(file, macros, target.arch, *verbose)[1]
             assert "warning" not in log, (kernel, log)
             done[key] = kernel, log
         return [jnp.zeros(r.shape, r.dtype) for r in results]
@@ -119,7 +119,7 @@ def test_cuda_cast_before_compiles_and_spills_nothing(compile_all, arch):
 def test_cuda_portable_image_is_ptx(compile_all):
     ((_, log),) = compile_all("compute_80", Case((64, 4096)), ["forward"])
     assert log == ""
-    image = compiler.compile_image(
+    image, _ = compiler.compile_image(
         Source("a.cu", 'extern "C" __global__ void a() {}'), {}, "compute_80"
     )
     assert b".target sm_80" in image.data
@@ -127,7 +127,7 @@ def test_cuda_portable_image_is_ptx(compile_all):
 
 def test_cuda_newer_gpu_than_compiler_gets_ptx():
     source = Source("a.cu", 'extern "C" __global__ void a() {}')
-    assert compiler.compile_image(source, {}, "sm_990").data.lstrip().startswith(b"//")
+    assert compiler.compile_image(source, {}, "sm_990")[0].data.lstrip().startswith(b"//")
 
 
 def test_cuda_bad_source_names_file_and_line():

@@ -149,7 +149,7 @@ def test_epilogue_compiles_without_spilling(monkeypatch, arch):
 
     def launch(source, kernel, operands, results, *, target, macros, shared=0, **sizes):
         file = compiler.kernel_source(source) if isinstance(source, str) else source
-        log = compiler.compile_with_log(file, macros, target.arch, "--ptxas-options=-v")[1]
+        log = compiler.compile_image(file, macros, target.arch, "--ptxas-options=-v")[1]
         logs.append((kernel, log))
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 

@@ -17,6 +17,7 @@ from norm_kernels import KERNELS, norm_of
 
 import normfuse
 from normfuse.layers.nnx import GatedMLP
+from normfuse.layers.norm.layouts import RowLayout
 from normfuse.native import cache, compiler, implementation, launch
 from normfuse.native.implementation import BEST, NATIVE, Order, Unsupported
 from normfuse.native.launch import Target, named_target, target_for
@@ -205,7 +206,7 @@ def test_target_shared_memory_is_what_every_device_has():
 def test_blocks_share_a_multiprocessors_memory(arch, multiprocessor, blocks):
     """CUDA takes 1 KiB of it from each; the sizes are those of the programming guide."""
     target, whole = named_target(arch), multiprocessor << 10
-    each = target.shared_memory_of(blocks)
+    each = RowLayout(8, 8, 1, 1, min_blocks=blocks).memory(target)
     assert blocks * (each + 1024) <= whole < blocks * (each + 1 + 1024)
     assert target.blocks_with(each) == blocks > target.blocks_with(each + 1)
 

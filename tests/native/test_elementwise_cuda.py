@@ -50,7 +50,7 @@ def test_kernels_compile_for_every_dtype(arch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_thread_moves_16_bytes_at_once(dtype):
-    image = compiler.compile_image(source_of(cases.gated, dtype), {}, "compute_90")
+    image, _ = compiler.compile_image(source_of(cases.gated, dtype), {}, "compute_90")
     text = image.data.decode()
     assert text.count("ld.global.nc.v4.u32") == 2 and text.count("st.global.v4.") == 1
     assert ".local" not in text  # elements held in registers

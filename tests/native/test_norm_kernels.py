@@ -357,7 +357,7 @@ def test_short_rows_are_stored_by_16_bytes(monkeypatch, kernel):
     def launch(source, kernel, operands, results, *, macros, **sizes):
         if kernel != "column_sum":
             code = compiler.kernel_source(source)
-            texts.append(compiler.compile_image(code, macros, "compute_90").data)
+            texts.append(compiler.compile_image(code, macros, "compute_90")[0].data)
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(cuda, "launch", launch)

@@ -411,7 +411,7 @@ def test_cuda_quantizers_compile(monkeypatch, arch):
         assert shared <= target.shared_memory
         file = source if isinstance(source, Source) else compiler.kernel_source(source)
         if (key := (file.name, *macros.items())) not in logs:
-            logs[key] = compiler.compile_with_log(file, macros, target.arch, *options)[1]
+            logs[key] = compiler.compile_image(file, macros, target.arch, *options)[1]
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(quantize, "launch", launch)
@@ -440,7 +440,7 @@ def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
     def launch(source, kernel, operands, results, *, target, macros, shared=0, cluster=1, **_):
         assert shared <= target.shared_memory and cluster == (8 if target.clusters else 1)
         file = compiler.kernel_source(source)
-        log = compiler.compile_with_log(file, macros, target.arch, "--ptxas-options=-v")[1]
+        log = compiler.compile_image(file, macros, target.arch, "--ptxas-options=-v")[1]
         logs[macros["HAS_RESIDUAL"], macros["CENTRED"], macros["PER_EXAMPLE"]] = log
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
@@ -492,5 +492,5 @@ def test_cuda_hopper_rounds_by_its_own_instruction():
     macros |= {"BLOCK_X": 8, "BLOCK_Y": 8, "BATCH": 4, "MIN_BLOCKS": 1}
     source = compiler.kernel_source("quantize_cast.cu")
     for arch, has in (("compute_90", True), ("compute_80", False)):
-        text = compiler.compile_image(source, macros, arch).data
+        text = compiler.compile_image(source, macros, arch)[0].data
         assert (b"cvt.rn.satfinite.e4m3x2.f32" in text) == has

@@ -89,9 +89,9 @@ def test_a_kernel_whose_header_is_not_in_its_key_is_refused(tmp_path, monkeypatc
     tmp_path.joinpath("my.cuh").write_text("#define FACTOR 2\n")
     text = '#include "my.cuh"\nextern "C" __global__ void a(float* x) { *x *= FACTOR; }'
     with pytest.raises(CompileError, match='a.cu reads "my.cuh", which is not among the source'):
-        cache.get(Source("a.cu", text), {}, "sm_90")
+        compiler.image_of(Source("a.cu", text), {}, "sm_90")
     whole = Source("a.cu", text, (("my.cuh", "#define FACTOR 3\n"),))
-    assert cache.get(whole, {}, "sm_90").data.startswith(b"\x7fELF")
+    assert compiler.image_of(whole, {}, "sm_90").data.startswith(b"\x7fELF")
     deep = Source("a.cu", text, (("my.cuh", '#include "other.cuh"\n'),))
     with pytest.raises(CompileError, match='my.cuh reads "other.cuh"'):
-        cache.get(deep, {}, "sm_90")
+        compiler.image_of(deep, {}, "sm_90")
