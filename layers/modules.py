@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..native.implementation import Implementation, report
+from ..native.implementation import Implementation, Order, report
 from .core.activations import Activation, resolve
 from .core.arguments import (
     Quantization,
@@ -140,11 +140,11 @@ def by_framework(
             f"{name}: quantization={wanted!r} does not go with {reason}; leave one out"
         )
 
-    def native(strict):
-        report(name, reason, strict=strict)
+    def native(order: Order) -> Any:
+        report(name, reason, strict=order.strict)
         return call()
 
-    serve = {"native": native, "xla": lambda strict: call()}
+    serve = {"native": native, "xla": lambda _: call()}
     return choose(f"{name} with {reason}", layer.implementation, serve)
 
 

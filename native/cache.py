@@ -44,6 +44,7 @@ class Image:
 _lock = threading.Lock()
 _memory: dict[str, Image] = {}
 _in_progress: dict[str, threading.Lock] = {}
+_compiled: list[str] = []  # the keys of images that this process has made
 _warned: set[str] = set()
 
 
@@ -69,12 +70,18 @@ def fetch(described: object, make: Callable[[], Image]) -> Image:
             image = _read(path) if path else None
             if image is None:
                 image = make()
+                _compiled.append(key)
                 if path:
                     _write(path, image)
             _memory[key] = image
     with _lock:
         _in_progress.pop(key, None)
     return image
+
+
+def compilations() -> int:
+    """Returns how many images this process has compiled."""
+    return len(_compiled)
 
 
 def directory() -> pathlib.Path:

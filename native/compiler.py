@@ -14,7 +14,6 @@ import itertools
 import os
 import pathlib
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +25,6 @@ _KERNELS = pathlib.Path(__file__).parent / "kernels"
 _TOOLKIT = "/usr/local/cuda"  # CUDA's installers use this folder
 _OPTIONS = ("--std=c++17",)
 _INSTALL = "`pip install 'normfuse[cuda13]'` (or `'normfuse[cuda12]'`, to match your jax)"
-
-_lock = threading.Lock()
-_compilations = 0
 
 
 class CompilerMissing(Unsupported):
@@ -141,16 +137,24 @@ def compile_image(
     arguments = [*options(macros, arch), *source.options, *extra]
     folders = filter(None, (include_directory(), standard_library()))
     arguments += [f"--include-path={folder}" for folder in folders]
-    image, log = _run(nvrtc, source, arguments, arch)
-    count_compilation()
-    return image, log
-
-
-def count_compilation() -> None:
-    """Counts one image made, by NVRTC or by the system's compiler."""
-    global _compilations
-    with _lock:
-        _compilations += 1
+    names = [name.encode() for name, _ in source.headers]
+    texts = [text.encode() for _, text in source.headers]
+    made, program = nvrtc.nvrtcCreateProgram(
+        source.text.encode(), source.name.encode(), len(names), texts, names
+    )
+    _check(nvrtc, made, source, arch, "")
+    try:
+        encoded = [argument.encode() for argument in arguments]
+        (built,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        log = log.rstrip(b"\0 \n").decode(errors="replace")
+        _check(nvrtc, built, source, arch, log)
+        if arch.startswith("sm_"):
+            return Image(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)), log
+        ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        return Image(ptx.rstrip(b"\0")), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
 def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
@@ -162,11 +166,6 @@ def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
                 "because CUDA's own headers use single letters"
             )
     return [*_OPTIONS, f"--gpu-architecture={arch}", *[f"-D{k}={v}" for k, v in macros.items()]]
-
-
-def compilations() -> int:
-    """Returns how many images this process has compiled."""
-    return _compilations
 
 
 def version() -> tuple[int, int]:
@@ -244,27 +243,6 @@ def _open_builtins() -> None:
     for path in beside.glob("libnvrtc-builtins.so*"):
         with contextlib.suppress(OSError):
             ctypes.CDLL(str(path))
-
-
-def _run(nvrtc: Any, source: Source, arguments: list[str], arch: str) -> tuple[Image, str]:
-    names = [name.encode() for name, _ in source.headers]
-    texts = [text.encode() for _, text in source.headers]
-    made, program = nvrtc.nvrtcCreateProgram(
-        source.text.encode(), source.name.encode(), len(names), texts, names
-    )
-    _check(nvrtc, made, source, arch, "")
-    try:
-        encoded = [argument.encode() for argument in arguments]
-        (built,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        log = log.rstrip(b"\0 \n").decode(errors="replace")
-        _check(nvrtc, built, source, arch, log)
-        if arch.startswith("sm_"):
-            return Image(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)), log
-        ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
-        return Image(ptx.rstrip(b"\0")), log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
 
 
 def _read(size: Callable[..., Any], get: Callable[..., Any], program: Any) -> bytes:

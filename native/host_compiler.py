@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from . import cache, compiler
+from . import cache
 from .compiler import CompileError, CompilerMissing, Image
 
 PORTABLE = "generic"
@@ -104,5 +104,4 @@ def _compile(path: str, name: str, text: str, arch: str, flags: Sequence[str]) -
         raise CompileError(f"{path} could not compile {name}: {error}") from error
     if done.returncode:
         raise CompileError(f"{name} does not compile for the CPU ({path}):\n{done.stderr}")
-    compiler.count_compilation()
     return Image(data)

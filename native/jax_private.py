@@ -4,12 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Primitive
-
 try:
-    from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
+    from jax._src.dispatch import prim_requires_devices_during_lowering as needs_devices
 except ImportError:  # custom_partitioning in a lowering rule then fails with JAX's own assertion
-    _needs_devices = set()
+    needs_devices = set()
 
 try:
     from jax._src.interpreters.partial_eval import dce_rules
@@ -65,11 +63,6 @@ def scan_counts(params: Any, operands: int) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     parts = params["ft_in"].update(range(operands)).unpack()
     return len(parts[0].vals), len(parts[1].vals)
-
-
-def needs_devices_during_lowering(primitive: Primitive) -> None:
-    """Shows `primitive`'s lowering rule the device assignment: custom_partitioning requires it."""
-    _needs_devices.add(primitive)
 
 
 def coordination_client() -> Any:

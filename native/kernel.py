@@ -15,7 +15,7 @@ from jax.sharding import (
 )
 
 from .implementation import BEST, PLAIN, Order, Unsupported, report
-from .jax_private import needs_devices_during_lowering
+from .jax_private import needs_devices
 
 Backend = Literal["cpu", "cuda", "pallas"]
 Arrays = Sequence[jax.Array]
@@ -61,7 +61,7 @@ class Kernel:
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
         self.primitive.def_impl(self._impl)
-        needs_devices_during_lowering(self.primitive)
+        needs_devices.add(self.primitive)  # custom_partitioning in a lowering requires it
         for platform in (None, "cpu", "cuda", "rocm", "tpu"):  # None: any other
             rule = functools.partial(self._lower, platform)
             mlir.register_lowering(self.primitive, rule, platform=platform)
@@ -199,4 +199,4 @@ _shield = Primitive("normfuse_without_mesh")
 _shield.multiple_results = True
 _shield.def_abstract_eval(lambda *operands, jaxpr, x64: list(jaxpr.out_avals))
 mlir.register_lowering(_shield, _lower_shielded)
-needs_devices_during_lowering(_shield)
+needs_devices.add(_shield)

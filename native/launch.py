@@ -214,18 +214,6 @@ def target_for(ctx: Any) -> Target:
     return named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or PORTABLE)
 
 
-def compute_capability_of(ctx: Any) -> int | None:
-    """Returns the compute capability times ten that a lowering for CUDA is for.
-
-    None where no attached device or `NORMFUSE_CUDA_ARCH` says.
-    """
-    try:
-        target = target_for(ctx)
-    except Unsupported:
-        return 0
-    return None if target.portable else target.capability
-
-
 @functools.cache
 def named_target(name: str, said: str = "NORMFUSE_CUDA_ARCH") -> Target:
     """Returns the target called `sm_90`, `90`, `9.0`, `sm_90a` or, for PTX, `compute_90`.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from ..models.config import num_parameters
 from ..models.functional import Params
-from ..native.compiler import compilations
+from ..native.cache import compilations
 from ..native.implementation import fallbacks
 from . import RunError, UsageError, distributed, run_dir
 from .arguments import expanded

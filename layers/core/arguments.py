@@ -186,11 +186,6 @@ def unserved_of_flax(layer: Any, promote_dtype: Any, *dtypes: Any) -> str:
 # ---------------------------------------------------------------- implementations
 
 
-def native_or_best(strict: bool) -> Order:
-    """Returns the order of native kernels alone, or of the best there is."""
-    return NATIVE if strict else BEST
-
-
 def requested(
     implementation: Implementation,
     *,
@@ -239,11 +234,12 @@ def order_of(op: str, implementation: Implementation) -> Order | None:
     return Order(tuple(names[:plain]), strict=plain == len(names)) if plain else None
 
 
-def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:
+def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[Order], T]]) -> T:
     """Calls the implementation asked for.
 
-    `serve` has for each implementation that exists a function of `strict`, which is True if plain
-    HLO must not replace it (it may if "xla" follows, or if nothing was asked for).
+    `serve` has for each implementation that exists a function of the kernels to try: native ones
+    alone, or the best there is where plain HLO may serve (if "xla" follows, or nothing was asked
+    for).
 
     Raises:
       NotImplementedError: if the only implementation asked for cannot serve.
@@ -258,7 +254,7 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
         try:
             if name not in serve:
                 raise NotImplementedError(f"{op} has no {name!r} implementation; it has {there}")
-            return serve[name]("xla" not in names[i + 1 :])
+            return serve[name](BEST if "xla" in names[i + 1 :] else NATIVE)
         except NotImplementedError as error:
             errors.append(error)
     raise together(op, names, errors)

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from ...native import jax_private
 from ...native.implementation import BEST, PLAIN, Order, report
 from ...native.kernel import Body, lower, result_types
-from .sharding import Dimensions, Dims, Loose, axes_of, devices_of, name_callback, shared_by, whole
+from .sharding import Dimensions, Dims, Loose, axes_of, name_callback, shared_by, whole
 
 Results = list[Array]
 Leads = tuple[int, ...]
@@ -78,8 +78,7 @@ class Op:
         body's, of whole arrays, with definitions in place of its kernels.
       dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
         `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
-        operand, then what a second one adds. Parameters' are `Loose`. None for an operation whose
-        body serves on one device alone; elsewhere its definition is split, part by part.
+        operand, then what a second one adds. Parameters' are `Loose`. None without a body.
       body: `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
         operation that is plain HLO everywhere (a tangent, say).
       leads: the leading operands, one or two; their shardings decide. The first has all rows.
@@ -128,9 +127,11 @@ class Op:
     def __post_init__(self):
         self.primitive = p = Primitive(f"normfuse_{self.name}")
         p.multiple_results = True
+        if self.dims is not None:
+            self.dims = functools.lru_cache(maxsize=1024)(self.dims)
         p.def_abstract_eval(self._abstract_eval)
         _compile_when_eager(p)
-        jax_private.needs_devices_during_lowering(p)
+        jax_private.needs_devices.add(p)
         mlir.register_lowering(p, self._lower)
         batch = functools.partial(self.batch, self) if self.batch else self._batch
         batching.primitive_batchers[p] = batch
@@ -155,12 +156,12 @@ class Op:
         return self.leads(spec) if callable(self.leads) else self.leads
 
     def _dims(self, spec: Any, operands: Sequence[Any]) -> Dims:
-        if self.dims is None:
-            return [tuple(range(a.ndim)) for a in operands], []
+        assert self.dims is not None
         return self.dims(spec, *[operands[lead].ndim for lead in self._leads(spec)])
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
+        leads, entries = self._leads(spec), {}
         types = self.types(spec, *operands) if self.types else None
         if types and self.dims is None:
             return list(types)
@@ -168,7 +169,6 @@ class Op:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         if types is None:
             types = result_types(self.plain, spec, tuple([(a.shape, a.dtype) for a in operands]))
-        leads, entries = self._leads(spec), {}
         inputs, outputs = self.dims(spec, *[operands[lead].ndim for lead in leads])
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
@@ -181,36 +181,38 @@ class Op:
         ]
 
     def _lower(self, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
+        avals, leads = ctx.avals_in, self._leads(spec)
+        where = where_lowered(ctx, avals[leads[0]])
         if self.before is not None:
             order = self.before(ctx, spec, order)
-        avals, leads = ctx.avals_in, self._leads(spec)
         lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
-        plain = functools.partial(self.plain, spec)
-        if self.body is None and self.share is None:
-            return lower_as(plain)
-        where, dims = where_lowered(ctx, avals[leads[0]]), self._dims(spec, avals)
+        plain = functools.partial(self.definition or self.plain, spec)
 
-        def shared(whole: Any, share: Any, deciding: Sequence[int]) -> Any:
-            devices = devices_of(ctx)
+        def shared(whole: Any, share: Any, deciding: Sequence[int], dims: Dims) -> Any:
+            context = ctx.module_context.axis_context
+            is_mesh = hasattr(context, "mesh")
+            devices = context.mesh.devices.flat if is_mesh else context.device_assignment
             results = lower_as(shared_by(whole, share, deciding, dims, devices))
-            self._name(ctx, results, devices, spec, order, dims)
+            # Calls of one name share a callback: it has everything that this depends on.
+            of = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
+            shapes = [a.str_short() for a in avals]
+            name_callback(results, f"{self.name}{(spec, order, dims)}{shapes}{of}")
             return results
 
         mixed = avals[leads[0]].sharding.mesh.explicit_axes  # and Auto ones
         if self.share is not None and where == _Where() and not mixed:
-            deciding = range(len(avals) + len(ctx.avals_out))
-            return shared(plain, functools.partial(self.share, spec), deciding)
-        if self.body is None:
+            share, dims = functools.partial(self.share, spec), self._dims(spec, avals)
+            return shared(plain, share, range(len(avals) + len(ctx.avals_out)), dims)
+        if (body := self.body) is None:
             return lower_as(plain)
         if where.plain:
             report(spec.op, where.plain, strict=order.strict, names=order.names)
             return lower_as(plain)
-        on = lambda split: functools.partial(self.body, spec, split, order=order)
-        (inputs, outputs), unsplit = dims, _split(dims[0], leads, avals)
+        on = lambda split: functools.partial(body, spec, split, order=order)
+        inputs, outputs = dims = self._dims(spec, avals)
+        unsplit = _split(inputs, leads, avals)
         if where.single:
             return lower(on(unsplit), ctx, *values)
-        if self.dims is None:
-            return lower_as(plain)
         undivided: Dimensions = ()
         if self.undivided is not None:
             undivided = self.undivided(spec, *[avals[lead].ndim for lead in leads])
@@ -233,13 +235,7 @@ class Op:
             split = _split(inputs, leads, avals, specs, sizes, undivided)
             return [split.spec(d) for d in (*inputs, *outputs)], on(split)
 
-        return shared(on(unsplit), share, leads)
-
-    def _name(self, ctx: Any, results: Any, devices: Sequence[jax.Device], *about: Any) -> None:
-        """Names a callback by everything that it depends on: calls of one name share it."""
-        context = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
-        shapes = [a.str_short() for a in ctx.avals_in]
-        name_callback(results, f"{self.name}{about}{shapes}{context}")
+        return shared(on(unsplit), share, leads, dims)
 
     def _batch(
         self, args: Sequence[Array], batched: Sequence[int | None], *, spec: Any, order: Order

@@ -237,12 +237,6 @@ def shared_by(
     return lambda *operands: list(call(*operands))
 
 
-def devices_of(ctx: Any) -> Sequence[jax.Device]:
-    """Returns the devices that the program is compiled for, in order."""
-    context = ctx.module_context.axis_context
-    return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment
-
-
 def shardy_rule(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> str:
     """Returns the propagation rule of an operation, in custom_partitioning's notation.
 

@@ -24,7 +24,6 @@ from ..core.arguments import (
     floating,
     floating_dtype,
     integer,
-    native_or_best,
 )
 from ..core.op import Op, match, reshard_like
 from ..core.sharding import axes_of, whole, without
@@ -179,8 +178,8 @@ def linear_cross_entropy(
         _OP,
         implementation,
         {
-            "native": lambda strict: serve(spec, native_or_best(strict)),
-            "xla": lambda strict: serve(replace(spec, plain=True), BEST),
+            "native": lambda order: serve(spec, order),
+            "xla": lambda _: serve(replace(spec, plain=True), BEST),
         },
     )
 

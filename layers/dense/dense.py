@@ -4,7 +4,7 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation
+from ...native.implementation import BEST, Implementation, Order
 from ..core import sharding
 from ..core.activations import Activation, resolve
 from ..core.arguments import (
@@ -13,7 +13,6 @@ from ..core.arguments import (
     choose,
     floating,
     floating_dtype,
-    native_or_best,
 )
 from .epilogue import finish, finish_natively
 from .fp8 import multiply
@@ -84,9 +83,9 @@ def dense(
     check_quantization("dense", quantization, dtype)
     resolve(activation, "dense")
 
-    options = {"activation": activation, "implementation": implementation}
-    options["quantization"] = quantization
-    return apply(x, kernel, bias, dtype=dtype, out_sharding=out_sharding, **options)
+    options = {"quantization": quantization, "implementation": implementation}
+    options |= {"dtype": dtype, "out_sharding": out_sharding}
+    return apply(x, kernel, bias, activation=activation, **options)
 
 
 def apply(
@@ -104,23 +103,18 @@ def apply(
 ) -> Array:
     """`dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
 
-    def product(strict: bool = False) -> Array:
+    def product(order: Order = BEST) -> Array:
         options = {"dtype": dtype, "contract": contract, "out_sharding": out_sharding}
         if quantization is None:
             return matmul(x, kernel, **options)
-        options |= {"quantization": quantization, "order": native_or_best(strict)}
-        return multiply(op, x, kernel, **options)
+        return multiply(op, x, kernel, quantization=quantization, order=order, **options)
 
-    def native(strict: bool) -> Array:
+    def native(order: Order) -> Array:
         if activation is None:  # nothing follows the product but a bias, which XLA adds in it
-            return finish(product(strict), bias, None, dtype)
-        z = product(strict)
-        return finish_natively(op, z, None, bias, activation, dtype, strict=strict)
+            return finish(product(order), bias, None, dtype)
+        return finish_natively(op, product(order), None, bias, activation, dtype, order)
 
-    def xla(strict: bool) -> Array:
-        del strict
-        return finish(product(), bias, activation, dtype)
-
+    xla = lambda _: finish(product(), bias, activation, dtype)
     return choose(op, implementation, {"native": native, "xla": xla})
 
 

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
-from ...native.implementation import Order
+from ...native.implementation import Implementation, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from ..core.activations import Activation, Scalar, resolve, scalar_of, with_activation
-from ..core.arguments import native_or_best
+from ..core.arguments import choose
 from ..core.op import (
     Dims,
     Loose,
@@ -330,6 +330,22 @@ forward = Op(
 # ---------------------------------------------------------------- functions for layers
 
 
+def finish_gated(
+    op: str,
+    gate: Array,
+    up: Array | None,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+) -> Array:
+    """`activation(gate) · up`, in one pass in each direction, by the implementation asked for."""
+    serve = {"xla": lambda _: finish(gate, None, activation, dtype, up)}
+    if scalar_of(activation) is not None:
+        native = functools.partial(finish_natively, op, gate, up, None, activation, dtype)
+        serve["native"] = native
+    return choose(op, implementation, serve)
+
+
 def finish_natively(
     op: str,
     z: Array,
@@ -337,8 +353,7 @@ def finish_natively(
     bias: Array | None,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
-    *,
-    strict: bool,
+    order: Order,
 ) -> Array:
     """`activation(z + bias) · up` on kernels, in one pass in each direction.
 
@@ -363,7 +378,7 @@ def finish_natively(
         dims = tuple(range(z.ndim - bias.ndim, z.ndim))
         operands.append(rounded(match(bias, z, dims), z.dtype))
         spec = replace(spec, axes=dims)
-    return forward(spec, *operands, order=native_or_best(strict))[0]
+    return forward(spec, *operands, order=order)[0]
 
 
 def _alike(z: Array, up: Array) -> list[Array]:

@@ -23,8 +23,8 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 
 from ...native.dtypes import compute_dtype
-from ...native.implementation import BEST, Order, report
-from ...native.launch import compute_capability_of
+from ...native.implementation import BEST, Order, Unsupported, report
+from ...native.launch import target_for
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, differentiable, equally_varying
 from ..core.sharding import axes_of, whole
@@ -115,6 +115,7 @@ def define_product(
     for (i, text), other in zip(spec.others, others):
         if i in arriving:
             operands[i] = jnp.transpose(other, [text.index(c) for c in (spec.a, spec.b)[i]])
+    fits_fp8 = dimensions_fit(*spec.sizes(*operands))
     a, b = map(decoded, operands)
     # Sums of codes go beyond float16; bfloat16 has float32's range.
     sums = compute_dtype(spec.dtype) if spec.dtype == "float16" else jnp.dtype(spec.dtype)
@@ -133,7 +134,7 @@ def define_product(
         # undone where cuBLASLt wants float32: each would take a kernel.
         return multiply(*map(meant, (a, b), jax.lax.optimization_barrier(by)))
 
-    if dimensions_fit(*spec.sizes(a, b)):
+    if fits_fp8:
         y = jax.lax.platform_dependent(a, b, a_scale, b_scale, cuda=in_fp8, default=widened)
     else:
         y = widened(a, b, a_scale, b_scale)
@@ -155,9 +156,17 @@ def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Or
 
 def require_fp8(ctx: Any, spec: Any, order: Order) -> Order:
     """Says once where a GPU has no FP8 product; an error where the order rules that out."""
-    capability = compute_capability_of(ctx) if "cuda" in ctx.module_context.platforms else None
-    if capability is not None and capability < CAPABILITY:
-        reason = f"compute capability {capability / 10} has no FP8 product (8.9 and newer have)"
+    if "cuda" not in ctx.module_context.platforms:
+        return order
+    try:
+        target = target_for(ctx)
+        has_one = target.portable or target.capability >= CAPABILITY
+        reason = (
+            f"compute capability {target.capability / 10} has no FP8 product (8.9 and newer have)"
+        )
+    except Unsupported as error:  # an older GPU
+        has_one, reason = False, str(error)
+    if not has_one:
         report(spec.op, reason, strict=order.strict, by="a product of widened operands")
     return order
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation
+from ...native.implementation import Implementation, Order
 from ..core import sharding
 from ..core.activations import Activation, resolve, scalar_of
 from ..core.arguments import (
@@ -14,11 +14,10 @@ from ..core.arguments import (
     choose,
     floating,
     floating_dtype,
-    native_or_best,
 )
 from ..core.op import match, placed
 from .dense import check_shapes
-from .epilogue import Epilogue, finish, finish_natively
+from .epilogue import Epilogue, finish, finish_gated, finish_natively
 from .fp8 import multiply
 from .fp8_mlp import multiply_mlp, serves
 from .matmul import Activated, product
@@ -81,12 +80,7 @@ def gated_dense(
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "out_sharding": out_sharding, "quantization": quantization}
     z, up = (multiply(op, x, kernel, **options) for kernel in (gate, up))
-    serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
-    if scalar_of(activation) is not None:
-        serve["native"] = lambda strict: finish_natively(
-            op, z, up, None, activation, dtype, strict=strict
-        )
-    return choose(op, implementation, serve)
+    return finish_gated(op, z, up, activation, dtype, implementation)
 
 
 def gated_product(
@@ -171,21 +165,19 @@ def apply_product(
     gate = placed(gate, hidden_sharding)
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
-    def native(strict: bool) -> Array:
+    def native(order: Order) -> Array:
         assert function is not None
-        order = native_or_best(strict)
         if quantization is None:
             has_up = up is not None
             after = Epilogue(op=op, function=function, axes=(), has_up=has_up, out_dtype=dtype)
             value = Activated(after, order, hidden_sharding)
             y = product((gate,) if up is None else (gate, up), kernel, value=value, **shared)
         else:
-            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
+            hidden = finish_natively(op, gate, up, None, activation, dtype, order)
             y = multiply(op, placed(hidden, hidden_sharding), kernel, order=order, **quantized)
         return finish(y, bias, None, dtype)
 
-    def xla(strict: bool) -> Array:
-        del strict
+    def xla(_: Order) -> Array:
         hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
         return finish(multiply(op, hidden, kernel, **quantized), bias, None, dtype)
 
@@ -225,18 +217,18 @@ def mlp(
         bias = biases.get("down")
         return apply_product(z, up[0] if up else None, down, bias, activation, **shared)
 
-    def in_fp8(strict: bool) -> Array:
+    def in_fp8(order: Order) -> Array:
         assert function is not None
         shared = {"dtype": dtype, "contract": contract, "hidden_sharding": hidden_sharding}
         shared["biases"] = [biases[name] for name in given]
-        y = multiply_mlp(op, x, first, down, function, order=native_or_best(strict), **shared)
+        y = multiply_mlp(op, x, first, down, function, order=order, **shared)
         return finish(y, biases.get("down"), None, dtype)
 
     given = [name for name in _names(kernels)[:-1] if name in biases]  # all of them or none
     alike = len(given) in (0, len(first))
     if quantization is None or not alike or not serves([*first, down], contract, function):
         return in_parts(implementation)
-    serve = {"native": in_fp8, "xla": lambda strict: in_parts("xla")}
+    serve = {"native": in_fp8, "xla": lambda _: in_parts("xla")}
     return choose(op, implementation, serve)
 
 

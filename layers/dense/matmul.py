@@ -149,18 +149,6 @@ ad.deflinear(product_p, lambda dx: [dx])
 batching.primitive_batchers[product_p] = lambda args, dims: (product_p.bind(*args), *dims)
 
 
-def dot(product: Product, x: Array, operand: Array) -> Array:
-    """Returns the product with a kernel from `operand_of`."""
-    summed = ((len(product.x) - 1,), (product.kernel.index(product.x[-1]),))
-    return lax.dot_general(
-        x,
-        operand,
-        (summed, ((), ())),
-        precision=product.precision,
-        out_sharding=product.out_sharding,
-    )
-
-
 def operand_of(product: Product, x: Any, kernel: Array) -> Array:
     """Returns the kernel as the GEMM reads it: rounded, and gathered over axes that split rows."""
     return gathered(product, kernel.astype(x.dtype), product.kernel, x, product.x)
@@ -210,12 +198,15 @@ class _MatMul:
         *of_args, of_kernel, of_main = moved or (False,) * (len(args) + 2)
         made = self.value is not None and any(of_args)
         kept = list(args) if made or of_kernel or of_main else None
-        return [dot(self.product, x, operand)], (kept, operand if any(of_args) else None)
-
-    def _product(self, x: Array, operand: Array) -> Array:
         one = self.product
+        dims = ((len(one.x) - 1,), (one.kernel.index(one.x[-1]),)), ((), ())
         options = {"precision": one.precision, "out_sharding": one.out_sharding}
-        return jnp.einsum(f"{one.x},{one.kernel}->{one.out}", x, operand, **options)
+        y = lax.dot_general(x, operand, dims, **options)
+        return [y], (kept, operand if any(of_args) else None)
+
+    def _product(self, labels: str, a: Array, b: Array, sharding: Any, **options: Any) -> Array:
+        options |= {"precision": self.product.precision, "out_sharding": sharding}
+        return jnp.einsum(labels, a, b, **options)
 
     def tangents(self, dargs: Any, dkernel: Any, dmain: Any) -> list[Any]:
         """Returns those of args, the kernel and its main gradient."""
@@ -223,22 +214,24 @@ class _MatMul:
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
         """Returns that of the product."""
-        (args, operand), (*dargs, dkernel, dmain) = kept, tangents
-        terms = []
+        (args, operand), (*dargs, dkernel, dmain), one = kept, tangents, self.product
+        labels, terms = f"{one.x},{one.kernel}->{one.out}", []
         if operand is not None:
             dx = dargs[0]
             if self.value is not None:
                 _, (dx,) = jvp_along(lambda *args: [self.left(args)], args, dargs)
-            terms.append(self._product(dx, operand))
+            terms.append(self._product(labels, dx, operand, one.out_sharding))
         for d in (dkernel, dmain):
             if d is not None:
                 x = self.left(args)
-                terms.append(self._product(x, operand_of(self.product, x, d)))
+                d = operand_of(one, x, d)
+                terms.append(self._product(labels, x, d, one.out_sharding))
         return [functools.reduce(jnp.add, terms)]
 
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
         """Returns those of args, the kernel and its main gradient."""
         ((dy,), (args, operand)), (*of_args, dkernel, dmain) = (cts, kept), likes
+        one = self.product
         of_kernel = dkernel is not None or dmain is not None
         like, dargs = of_args[0], []
         if self.value is not None:
@@ -249,7 +242,8 @@ class _MatMul:
             like = jax.typeof(args[0]).update(dtype=dtype, weak_type=False)
         x = args[0] if of_kernel else None
         if operand is not None and any(d is not None for d in of_args):
-            dargs = [input_gradient(self.product, dy, like, operand)]
+            labels = f"{one.out},{one.kernel}->{one.x}"
+            dargs = [self._product(labels, dy, operand, explicit(like))]
             if self.value is not None:
                 dargs = self.value.backward(dargs[0], args, of_kernel)
                 x = dargs.pop() if of_kernel else x
@@ -260,9 +254,14 @@ class _MatMul:
         found = [None if d is None else g.astype(d.dtype) for g, d in pairs]
         each = [dkernel, dmain]
         left: Any = x  # None only where neither is asked for
-        return found + [
-            None if d is None else kernel_gradient(self.product, dy, left, d) for d in each
-        ]
+        return found + [None if d is None else self._kernel_gradient(left, dy, d) for d in each]
+
+    def _kernel_gradient(self, x: Array, dy: Array, kernel: Any) -> Array:
+        """Returns that of the kernel, given by its type: the GEMM's output, if in float32."""
+        one, sums = self.product, compute_dtype(x.dtype)
+        written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums
+        labels, options = f"{one.x},{one.out}->{one.kernel}", {"preferred_element_type": written}
+        return self._product(labels, x, dy, explicit(kernel), **options).astype(kernel.dtype)
 
     def rows(self, kept: Any) -> Any:
         """The arguments have them, and so has the left operand."""
@@ -289,32 +288,6 @@ class _MatMul:
         x, kernel, out = batched((self.product.x, self.product.kernel, self.product.out), dims)
         product = dataclasses.replace(self.product, x=x, kernel=kernel, out=out)
         return dataclasses.replace(self, product=product)
-
-
-def input_gradient(product: Product, dy: Array, x: Any, operand: Array) -> Array:
-    """Returns the gradient of x, given by its type, for the kernel as the GEMM reads it."""
-    return jnp.einsum(
-        f"{product.out},{product.kernel}->{product.x}",
-        dy,
-        operand,
-        precision=product.precision,
-        out_sharding=explicit(x),
-    )
-
-
-def kernel_gradient(product: Product, dy: Array, x: Array, kernel: Any) -> Array:
-    """Returns the gradient of the kernel, given by its type: the GEMM's output, if in float32."""
-    sums = compute_dtype(x.dtype)
-    written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums
-    dkernel = jnp.einsum(
-        f"{product.x},{product.out}->{product.kernel}",
-        x,
-        dy,
-        precision=product.precision,
-        preferred_element_type=written,
-        out_sharding=explicit(kernel),
-    )
-    return dkernel.astype(kernel.dtype)
 
 
 def batched(labels: tuple[str, str, str], dims: Any) -> tuple[str, str, str]:
@@ -398,38 +371,30 @@ def chained(parts: Sequence[Array]) -> Array:
     return functools.reduce(lambda before, part: part + before, parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """The number of products that read x."""
-
-    count: int
-    op: str = "dense"  # the function the user called
-
-
 def shared(x: Array, count: int) -> list[Array]:
     """Returns x for each of `count` products, whose gradients are then `chained`."""
-    return [x] if count == 1 else _shared(Shared(count), x)
+    return [x] if count == 1 else _shared(count, x)
 
 
-def _push_shared(primals: Any, tangents: Any, *, spec: Shared, order: Order) -> Any:
+def _push_shared(primals: Any, tangents: Any, *, spec: int, order: Order) -> Any:
     (x,), (dx,) = primals, tangents
-    moved = [dx] * spec.count if type(dx) is ad.Zero else _shared(spec, dx, order=order)
-    return [x] * spec.count, moved  # one x: a scan would keep each result for the backward
+    moved = [dx] * spec if type(dx) is ad.Zero else _shared(spec, dx, order=order)
+    return [x] * spec, moved  # one x: a scan would keep each result for the backward
 
 
-def _sum_shared(cts: Any, x: Any, *, spec: Shared, order: Order) -> list[Any]:
+def _sum_shared(cts: Any, x: Any, *, spec: int, order: Order) -> list[Any]:
     del x, spec, order
     live = [ct for ct in cts if type(ct) is not ad.Zero]
     return [chained(live) if live else None]
 
 
-def _batch_shared(op: Op, args: Any, dims: Any, *, spec: Shared, order: Order) -> Any:
-    return op(spec, *args, order=order), [dims[0]] * spec.count
+def _batch_shared(op: Op, args: Any, dims: Any, *, spec: int, order: Order) -> Any:
+    return op(spec, *args, order=order), [dims[0]] * spec
 
 
 _shared = Op(
     "shared",
-    lambda spec, x: [x] * spec.count,
+    lambda count, x: [x] * count,
     batch=_batch_shared,
     jvp=_push_shared,
     transpose=_sum_shared,

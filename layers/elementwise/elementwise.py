@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...native.implementation import Implementation, Order
+from ...native.implementation import BEST, Implementation, Order
 from ..core.arguments import array_of, choose, requested
 from .code import DTYPES, Pairs
 from .function import Plain, Primal, Slope, called, key_of
@@ -163,12 +163,12 @@ class Elementwise:
         return self._serve(Loop(self._function, tuple(placed), bound, (out.name,)), operands)[0]
 
     def _serve(self, loop: Loop, operands: list[Array]) -> list[Array]:
-        native = lambda strict: call(loop, operands, Order(("native",), strict))
+        native = lambda order: call(loop, operands, Order(("native",), order.strict))
         if not requested(self._implementation):
-            return native(False)
+            return native(BEST)
         serve, definition = {"native": native}, self._function.definition
         if definition is not None:
-            serve["xla"] = lambda strict: by_jax(definition, loop, *operands)
+            serve["xla"] = lambda _: by_jax(definition, loop, *operands)
         return choose(self.name, self._implementation, serve)
 
     def _array(self, argument: str, value: Any) -> Array:

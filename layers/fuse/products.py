@@ -16,10 +16,9 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..core.arguments import choose
 from ..core.sharding import whole
 from ..dense.dense import apply
-from ..dense.epilogue import finish, finish_natively, scalar_of
+from ..dense.epilogue import finish_gated
 from ..dense.gated import apply_product, mlp
 from ..dense.matmul import kernel_p
 from ..quantization.quantize import fits
@@ -499,12 +498,7 @@ def _mlps(products: Products, m: Matrix, value: int, quantization: Any) -> Itera
 
 def gated(gate: Array, up: Array | None = None, *, activation: str, dtype: Any) -> Array:
     """Returns activation(gate) · up, computed in float32 and rounded once."""
-    serve = {"xla": lambda strict: finish(gate, None, activation, dtype, up)}
-    if scalar_of(activation) is not None:
-        serve["native"] = lambda strict: finish_natively(
-            "gated_product", gate, up, None, activation, dtype, strict=strict
-        )
-    return choose("gated_product", None, serve)
+    return finish_gated("gated_product", gate, up, activation, dtype, None)
 
 
 def _source(program: Program, v: int) -> int:

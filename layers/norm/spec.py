@@ -91,11 +91,6 @@ def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
     return tuple([i for i in range(x.ndim) if i not in (*norm.heads, *norm.axes)])
 
 
-def along_rows(norm: Norm, value: Array) -> Array:
-    """Broadcasts one value a row against x."""
-    return jnp.expand_dims(value, norm.axes)
-
-
 def against(kernel: str, norm: Norm, operands: Sequence[Array]) -> dict[str, Array]:
     """Returns the operands by name, in the compute type and broadcast against x; and "W", scale +
     scale_offset, or 1 without a scale."""
@@ -115,9 +110,9 @@ def statistics_of(norm: Norm, wide: Array) -> tuple[Array, list[Array], Array]:
     # Rounding moves a mean that is large: what is left of it is the mean of the differences. No
     # derivative is lost, for the mean of differences to any constant has that of the mean.
     rough = jax.lax.stop_gradient(jnp.mean(wide, norm.axes))
-    apart = wide - along_rows(norm, rough)
+    apart = wide - jnp.expand_dims(rough, norm.axes)
     rest = jnp.mean(apart, norm.axes)
-    centred = apart - along_rows(norm, rest)
+    centred = apart - jnp.expand_dims(rest, norm.axes)
     return centred, [rough + rest], jnp.sum(centred * centred, norm.axes)
 
 
@@ -152,7 +147,7 @@ def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     h = add(norm, x, rest[0]) if norm.has_residual else x
     centred, mean, squares = statistics_of(norm, h.astype(norm.compute))
     rstd = rstd_of(norm, squares, math.prod(x.shape[a] for a in norm.axes))
-    y = scaled(norm, wide, centred * along_rows(norm, rstd), h.dtype)
+    y = scaled(norm, wide, centred * jnp.expand_dims(rstd, norm.axes), h.dtype)
     return [y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
 
 

@@ -355,7 +355,7 @@ def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
 def _body(spec: Codes, split: Split, x: Array, *, order: Order) -> list[Array]:
     """`(x,) -> ([q,] [qt,] scale ())`."""
     matrix, every, order = _matrix(spec, x), range(x.ndim), order if x.size else PLAIN
-    if not split.over(every):
+    if not any(split.axes):
         return _restored(spec, x, quantize_kernel(spec, matrix, order=order))
     (maximum,) = amax_kernel(spec, matrix, order=order)
     # Bits order non-negative numbers as their values do. XLA joins reductions of one dtype, so it

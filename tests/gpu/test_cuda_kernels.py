@@ -218,12 +218,12 @@ RELOAD = """
 import jax, jax.numpy as jnp
 from normfuse.layers.norm.kernels import forward_kernel
 from normfuse.layers.norm.spec import Norm
-from normfuse.native import compiler
+from normfuse.native import cache
 from normfuse.native.implementation import NATIVE
 x = jnp.ones((64, 3072), jnp.bfloat16)
 norm = Norm(eps=1e-6, out_dtype="bfloat16")
 f = jax.jit(lambda x: forward_kernel(norm, x, order=NATIVE)[0])
-print(float(f(x).sum()), compiler.compilations())
+print(float(f(x).sum()), cache.compilations())
 """
 
 

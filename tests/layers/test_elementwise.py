@@ -14,7 +14,7 @@ import pytest
 from elementwise_cases import gated, gcd, reference, squared, twin
 
 from normfuse import CompileError, elementwise
-from normfuse.native import compiler, host_compiler, implementation
+from normfuse.native import cache, host_compiler, implementation
 
 IDENTITY = "template <class T> T same(T x) { return x; }"
 
@@ -173,21 +173,21 @@ def test_scalars_change_without_compiling(rng):
     x, g = rng.normal(size=(2, 40)).astype(np.float32)
     jitted = jax.jit(lambda limit: gated(x, g, limit=limit))
     jitted(0.5), gated(x, g)
-    before, programs = compiler.compilations(), jitted._cache_size()
+    before, programs = cache.compilations(), jitted._cache_size()
     for limit in (-1.0, 0.0, 2.0):
         close(jitted(limit), reference(x, g, np.float32(limit)))
         close(gated(x, g, limit=limit), reference(x, g, np.float32(limit)))
-    assert compiler.compilations() == before and jitted._cache_size() == programs
+    assert cache.compilations() == before and jitted._cache_size() == programs
 
 
 def test_another_process_compiles_nothing(tmp_path):
     program = """
 import jax, jax.numpy as jnp, normfuse
-from normfuse.native import compiler
+from normfuse.native import cache
 op = normfuse.elementwise("template <class T> T twice(T x) { return x + x; }",
                           derivative={"x": "T(2)"})
 assert jax.value_and_grad(op)(3.0) == (6, 2) and op(jnp.arange(3)).tolist() == [0, 2, 4]
-print(compiler.compilations())
+print(cache.compilations())
 """
     environment = {"NORMFUSE_CACHE_DIR": str(tmp_path / "kernels"), "PATH": "/usr/bin:/bin"}
     counts = []
@@ -297,9 +297,9 @@ def test_platforms_without_cplusplus_take_the_definition():
 def test_implementation_xla_is_the_definition(rng):
     x, g = (jnp.asarray(rng.normal(size=9), jnp.bfloat16) for _ in range(2))
     op = elementwise(cases.GATED, definition=twin, implementation="xla", limit=1.0)
-    before = compiler.compilations()
+    before = cache.compilations()
     close(op(x, g), reference(x, g))  # computed in float32 there too
-    assert compiler.compilations() == before
+    assert cache.compilations() == before
     with pytest.raises(NotImplementedError, match="gated has no 'xla' implementation"):
         elementwise(cases.GATED, implementation="xla", limit=1.0)(x, g)
 
@@ -404,7 +404,7 @@ def test_a_mistake_in_a_derivative_names_its_line():
     ],
 )
 def test_mistakes_are_one_clear_error(call, error, message):
-    before = compiler.compilations()
+    before = cache.compilations()
     with pytest.raises(error, match=message):
         call()
-    assert compiler.compilations() == before  # before anything is compiled or launched
+    assert cache.compilations() == before  # before anything is compiled or launched

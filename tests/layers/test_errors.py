@@ -198,8 +198,8 @@ def test_missing_implementation_says_which_there_are():
 
 
 def refuse(name):
-    def serve(strict):
-        raise NotImplementedError(f"{name} cannot, strict={strict}")
+    def serve(order):
+        raise NotImplementedError(f"{name} cannot, strict={order.strict}")
 
     return serve
 
@@ -217,11 +217,11 @@ def test_sequence_that_cannot_serve_raises_every_cause():
 
 
 def test_other_errors_are_not_taken_for_a_refusal():
-    def broken(strict):
+    def broken(order):
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
-        arguments.choose("rms_norm", None, {"native": broken, "xla": lambda strict: 1})
+        arguments.choose("rms_norm", None, {"native": broken, "xla": lambda order: 1})
 
 
 # ---------------------------------------------------------------- where native cannot serve

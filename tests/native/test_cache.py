@@ -11,11 +11,10 @@ import warnings
 import pytest
 
 from normfuse.native import cache, compiler
-from normfuse.native.compiler import Source
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
-SOURCE = Source(
+SOURCE = compiler.Source(
     "scale.cu",
     'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }',
 )
@@ -32,8 +31,8 @@ def folder(tmp_path, monkeypatch):
 
 def get(factor=2, arch="sm_90", source=SOURCE):
     """An image, and how many compilations that took."""
-    before = compiler.compilations()
-    return compiler.image_of(source, {"FACTOR": factor}, arch), compiler.compilations() - before
+    before = cache.compilations()
+    return compiler.image_of(source, {"FACTOR": factor}, arch), cache.compilations() - before
 
 
 def forget():
@@ -52,8 +51,8 @@ def test_cache_compiles_once_and_reads_from_disk(folder):
 
 def test_cache_key_has_everything_that_matters(monkeypatch):
     one = get()[0]
-    header = Source(SOURCE.name, SOURCE.text, (("other.cuh", "// a comment"),))
-    renamed = Source("other.cu", SOURCE.text)
+    header = compiler.Source(SOURCE.name, SOURCE.text, (("other.cuh", "// a comment"),))
+    renamed = compiler.Source("other.cu", SOURCE.text)
     for change in ({"factor": 3}, {"arch": "sm_80"}, {"source": header}, {"source": renamed}):
         assert get(**change)[1] == 1, change
     monkeypatch.setattr(compiler, "version", lambda: (99, 0))
@@ -81,7 +80,7 @@ def test_cache_damaged_entry_is_compiled_again(folder, damage):
 
 def test_cache_threads_compile_once():
     barrier, found = threading.Barrier(2), []
-    before = compiler.compilations()
+    before = cache.compilations()
 
     def work():
         barrier.wait()
@@ -92,14 +91,13 @@ def test_cache_threads_compile_once():
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] is found[1] and compiler.compilations() == before + 1
+    assert found[0] is found[1] and cache.compilations() == before + 1
 
 
 TWELVE = """
 import sys
 from normfuse.native import compiler
-from normfuse.native.compiler import Source
-source = Source("scale.cu", sys.argv[1])
+source = compiler.Source("scale.cu", sys.argv[1])
 print([compiler.image_of(source, {"FACTOR": i}, "sm_90").digest for i in range(12)])
 """
 
