@@ -111,12 +111,13 @@ def attention(
     order = _order(implementation)
     name = floating_dtype(_OP, dtype, q.dtype)
     q, k, v = q.astype(name), k.astype(name), v.astype(name)
+    causal = flag(_OP, "causal", causal)
     window = None if window is None else integer(_OP, "window", window, 1)
     if window is not None and not causal:
         raise ValueError(f"{_OP}: window={window} needs causal=True; for other shapes pass a mask")
     spec = Spec(
         scale=1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else finite(_OP, "scale", scale),
-        causal=flag(_OP, "causal", causal),
+        causal=causal,
         window=window,
         softcap=checked_softcap(_OP, softcap),
         precision=jax.config.jax_default_matmul_precision,

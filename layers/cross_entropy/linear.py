@@ -82,7 +82,8 @@ def linear_cross_entropy(
       kernel: `(n, vocab)`, or with `contract=1` `(vocab, n)`, as a tied embedding.
       labels: `(*rows)` integers. One outside the vocabulary gives NaN, never another word's loss.
       bias: `(vocab,)`, added to the logits; None for none. A word whose bias is -inf, as that of a
-        vocabulary's padding may be, has no share in the softmax and no gradient.
+        vocabulary's padding may be, has no share in the softmax and no gradient, unless a softcap
+        bounds its logit; label smoothing makes every loss infinite then.
       weights: `(*rows)` numbers or booleans that multiply each row's loss; None for 1 everywhere.
         The loss is differentiable in them. A row of weight 0 adds 0 to the loss and its gradients,
         even where its own loss is infinite or NaN, unless its label is outside the vocabulary.
@@ -101,8 +102,8 @@ def linear_cross_entropy(
         `dtype`, but float32 for float16, in which logits beyond 65504 are infinite.
       quantization: "fp8" for products of FP8 codes in the gradient (docs/quantization.md), which is
         rounded at random, but alike each time. The loss and the log-sum-exps stay as they are, to
-        the bit. Features that are no multiple of 16, and such a number of words that is below 1024
-        or has a softcap, multiply in `dtype`.
+        the bit. Features that are no multiple of 16, and such a number of words that is below
+        1024 or has a softcap or label smoothing, multiply in `dtype`.
       chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits, in
         FP8 896 MiB of these and their gradient's codes.
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
@@ -244,7 +245,7 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
 
     A wrong label is one outside the vocabulary, and becomes -1, as one that is ignored.
     """
-    on_host = not isinstance(labels, jax.Array)
+    on_host = all(isinstance(a, np.ndarray | np.generic | int) for a in jax.tree.leaves(labels))
     given = array_of(_OP, "labels", labels)
     if not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(
@@ -272,6 +273,7 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
                 f"{_OP}: labels must be from 0 to {vocabulary - 1}, the kernel's vocabulary"
                 f"{'' if ignore is None else f', or ignore={ignore}'}; got {wrong[0]}"
             )
+        ignored = jnp.asarray(host == ignore)  # also one of 64 bits, of which JAX may drop half
     mask = jnp.where(ignored, 0, jnp.where(known, 1, jnp.nan))
     return jnp.where(known & ~ignored, given, -1).astype(jnp.int32), mask
 

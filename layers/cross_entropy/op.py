@@ -279,11 +279,6 @@ def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
     return _Part(split.over([x.ndim + 1]), w.shape[1 - spec.contract])
 
 
-def least(dtype: Any) -> float:
-    """Returns a logit that is finite, and whose exponential is 0 beside others."""
-    return float(jnp.finfo(dtype).min) / 2
-
-
 def aligned_words(words: int, softcap: float | None) -> int:
     """Returns how many words a device computes with, of so many: a multiple of 16, if it can.
 
@@ -296,13 +291,12 @@ def aligned_words(words: int, softcap: float | None) -> int:
 def _aligned(spec: Spec, w: Array, bias: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     """Returns the kernel and the bias of `aligned_words`."""
     words = w.shape[1 - spec.contract]
-    if not (more := aligned_words(words, spec.softmax.softcap) - words):
+    more = aligned_words(words, spec.softmax.softcap) - words
+    if not more or spec.softmax.smoothing:  # it adds the logits of all words to the loss
         return w, bias
     w = jnp.pad(w, [(0, more * (axis != spec.contract)) for axis in range(2)])
     of_words = bias[0] if bias else jnp.zeros(words, spec.logits)
-    # An entropy multiplies it by 0.
-    fill = least(spec.logits) if spec.softmax.entropy else -jnp.inf
-    return w, (jnp.pad(of_words, (0, more), constant_values=fill),)
+    return w, (jnp.pad(of_words, (0, more), constant_values=-jnp.inf),)
 
 
 def _of_words(spec: Spec, found: Sequence[Array], words: int) -> list[Array]:

@@ -67,9 +67,9 @@ def _is_label(z: Array, labels: Array) -> Array:
 
 
 def _spreads(c: Array, most: Array) -> tuple[Array, Array]:
-    """Returns exp(c - most), and that times c - most."""
+    """Returns exp(c - most), and that times c - most: 0 where it is 0, as for a bias of -inf."""
     moved = c - most[..., None]
-    return (shares := jnp.exp(moved)), shares * moved
+    return (shares := jnp.exp(moved)), shares * jnp.where(shares == 0, 0, moved)
 
 
 def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:

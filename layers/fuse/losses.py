@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cross_entropy.linear import best_words, linear_cross_entropy
-from ..cross_entropy.op import aligned_words, least
+from ..cross_entropy.op import aligned_words
 from ..quantization.quantize import fits
 from .attention import MASKED, times
 from .constants import ARITHMETIC
@@ -239,7 +239,9 @@ class Loss(Site):
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
         added = [(times(read(v), factor, wide), dims) for v, dims, factor in self.of.base.biases]
         for m in self.of.base.masks:
-            fill = jnp.asarray(m.fill if m.added else least(self.logits_dtype), wide)
+            # A finite logit whose exponential is 0 beside others
+            least = float(jnp.finfo(self.logits_dtype).min) / 2
+            fill = jnp.asarray(m.fill if m.added else least, wide)
             added.append((jnp.where(read(m.value) == m.keep, 0, fill), m.dims))
         of_words = [arrange(x, dims, [self.of.axis]) for x, dims in added]
         return functools.reduce(jnp.add, of_words) if of_words else None

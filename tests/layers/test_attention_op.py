@@ -850,7 +850,7 @@ BAD = {  # (error, what it says), and what is wrong
     "window": (ValueError, "window=3 needs causal=True", {"window": 3}),
     "no window": (ValueError, "at least 1", {"window": 0, "causal": True}),
     "window's type": (TypeError, "window must be an integer", {"window": 1.5}),
-    "causal": (TypeError, "causal must be True or False", {"causal": X}),
+    "causal": (TypeError, "causal must be True or False", {"causal": X, "window": 3}),
     "float mask": (TypeError, "mask must be bool.*as bias", {"mask": X[0, :, 0, 0] * 0}),
     "mask": (ValueError, "mask must broadcast to .*6, 6", {"mask": np.ones((5, 6), bool)}),
     "bias": (ValueError, "bias must broadcast", {"bias": np.ones((3, 1, 6, 6), np.float32)}),

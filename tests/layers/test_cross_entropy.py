@@ -216,6 +216,8 @@ def test_log_sum_exps_and_entropies(rng, reduction):
 
     def both(x, kernel):
         options = {"reduction": reduction, "with_lse": True, "chunk_rows": 10}
+        options["bias"] = jnp.zeros(VOCABULARY + 1).at[-1].set(-jnp.inf)  # a word without a share
+        kernel = jnp.pad(kernel, ((0, 0), (0, 1)), constant_values=1)
         loss, lse = ours(x, kernel, labels, **options)
         again, _, entropy = ours(x, kernel, labels, with_entropy=True, **options)
         return jnp.sum(loss + again) + jnp.sum(lse**2 + entropy**2), lse
@@ -287,6 +289,9 @@ def test_a_label_outside_the_vocabulary_gives_nan(rng, wrong):
         ValueError, match=f"labels must be from 0 to 56.*, or ignore=-100; .*{wrong}"
     ):
         ours(x, kernel, np.asarray(labels))
+    ignored, known = np.array([0, wrong + 2**40, 1, 2]), np.array([0, IGNORE, 1, 2])
+    found = linear_cross_entropy(x[0, :4], kernel, ignored, ignore=wrong + 2**40)
+    assert found == ours(x[0, :4], kernel, known)  # of an array of 64 bits
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])

@@ -165,8 +165,8 @@ def test_in_shard_map(eight_devices, rng):
     close((values, dkernel), (each(kernel), jax.grad(lambda k: each(k).sum())(kernel)))
 
 
-@pytest.mark.parametrize("contract, reduction", [(0, "none"), (1, "sum")])
-def test_words_that_no_row_has_change_nothing(eight_devices, rng, contract, reduction):
+@pytest.mark.parametrize("contract, reduction, smoothing", [(0, "none", 0.25), (1, "sum", 0.0)])
+def test_words_that_no_row_has_change_nothing(eight_devices, rng, contract, reduction, smoothing):
     """Devices compute with 1040 words each, of which they have 1030."""
     words = 2060
     x, _, _ = draw(rng)
@@ -177,12 +177,14 @@ def test_words_that_no_row_has_change_nothing(eight_devices, rng, contract, redu
 
     def loss(x, kernel, bias, chosen=linear_cross_entropy):
         options = {"contract": contract, "reduction": reduction, "bias": bias}
+        options["label_smoothing"] = smoothing
         found = chosen(x, kernel, labels, **options, with_entropy=True)
         return sum(jnp.sum(each**2) for each in found)
 
-    def plain(x, kernel, labels, contract, reduction, bias, with_entropy):
+    def plain(x, kernel, labels, contract, reduction, bias, label_smoothing, with_entropy):
         log_p = jax.nn.log_softmax(x @ (kernel.T if contract else kernel) + bias)
-        each = -jnp.take_along_axis(log_p, labels[..., None], -1)
+        each = -jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+        each = (1 - label_smoothing) * each - label_smoothing * log_p.mean(-1)
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
         return each.sum() if reduction == "sum" else each, entropy
 
