@@ -240,10 +240,10 @@ def _operands(q: Array, k: Array, v: Array, *extras: Array) -> list[Any]:
     d = numbers(q.ndim)
     arrays: list[Any] = [q, *(placed_like(a, d.kv, q) for a in (k, v))]
     for extra in given:
-        many, several = extra.shape[0] > 1, extra.shape[1] > 1
+        many, several = extra.shape[0] != 1, extra.shape[1] != 1
         before = P(rows if many else None, every if several else None, None, None)
         sizes = extra.shape[0], *((heads, group) if several else (1, 1)), *extra.shape[2:]
-        kept = [(n, dim) for n, dim in zip(sizes, d.scores, strict=True) if n > 1]
+        kept = [(n, dim) for n, dim in zip(sizes, d.scores, strict=True) if n != 1]
         entries = {d.batch[0]: rows, d.heads: heads_entry, d.group: group_entry}
         after = P(*[entries.get(dim) for _, dim in kept])
         array = _reshaped(extra, q, before, tuple(n for n, _ in kept), after)

@@ -286,8 +286,9 @@ def test_rows_that_see_nothing_give_0_and_no_gradient(rng):
 def test_empty_arrays():
     for batch, length, keys in (0, 3, 3), (2, 0, 3), (2, 3, 0):
         q, k = jnp.ones((batch, length, 4, 8)), jnp.ones((batch, keys, 2, 8))
-        out, dq, dk, dv = both(q, k, k, q)
-        assert out.shape == q.shape and dk.shape == k.shape
+        bias = jnp.ones((batch, 1, length, keys))
+        out, dq, dk, dv, dbias = both(q, k, k, q, bias)
+        assert out.shape == q.shape and dk.shape == k.shape and dbias.shape == bias.shape
         assert not any(a.any() for a in (out, dq, dk, dv))
 
 
