@@ -112,7 +112,7 @@ def attention(
     name = floating_dtype(_OP, dtype, q.dtype)
     q, k, v = q.astype(name), k.astype(name), v.astype(name)
     causal = flag(_OP, "causal", causal)
-    window = None if window is None else integer(_OP, "window", window, 1)
+    window = None if window is None else min(integer(_OP, "window", window, 1), 2**31 - 1)
     if window is not None and not causal:
         raise ValueError(f"{_OP}: window={window} needs causal=True; for other shapes pass a mask")
     spec = Spec(

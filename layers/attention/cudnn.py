@@ -333,9 +333,9 @@ class _Segments:
         shape = [sizes[n] for n in (*d.batch, d.length)]
         rename = lambda dims: tuple(d.length if n == d.keys else n for n in dims)
         self.ids, others = (
-            jnp.broadcast_to(spread(a, rename(dims), (*d.batch, d.length)), shape)
-            .reshape(-1, shape[-1])
-            .astype(jnp.int32)
+            jnp.broadcast_to(spread(a, rename(dims), (*d.batch, d.length)), shape).reshape(
+                -1, shape[-1]
+            )
             for a, dims in zip(extras, spec.dims.values())
         )
         before, after = self.ids[:, :-1], self.ids[:, 1:]
@@ -382,8 +382,10 @@ class _Call:
             equal = (ids[0] == ids[1]).reshape([self._sizes[n] for n in dims])
             equal = self._whole(equal, dims)
             mask = equal if mask is None else mask & equal
-        self.operands = [] if mask is None else [mask]
+        self.operands, self._seen = [] if mask is None else [mask], mask
         if self._bias is not None:
+            finite = self._bias != -jnp.inf  # or NaN
+            self._seen = finite if mask is None else mask & finite
             hidden = jnp.asarray(_HIDDEN[self._bias.dtype.name], self._bias.dtype)
             bias = jnp.maximum(self._bias, hidden)
             self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
@@ -443,10 +445,8 @@ class _Call:
         padding, some = self._padding, None
         if padding is not None:
             some = (jnp.arange(length) < padding.rows[:, None])[:, None]
-        if not self.operands:
+        if (seen := self._seen) is None:
             return some
-        (operand,) = self.operands
-        seen = operand if operand.dtype == bool else operand > _HIDDEN[operand.dtype.name]
         if self._spec.causal:
             seen &= jnp.expand_dims(reached(self._spec, length, keys), range(seen.ndim - 2))
         if padding is not None:

@@ -147,9 +147,8 @@ class Reference:
 def draw(rng, dtype=f32, length=41, keys=None, heads=4, kv_heads=2, width=8, batch=2):
     """q, k, v and out's gradient."""
     keys = length if keys is None else keys
-    shapes = [
-        (batch, n, h, width) for n, h in zip((length, keys, keys), (heads, kv_heads, kv_heads))
-    ]
+    sizes = zip((length, keys, keys), (heads, kv_heads, kv_heads))
+    shapes = [(batch, n, h, width) for n, h in sizes]
     return [jnp.asarray(rng.standard_normal(s), dtype) for s in (*shapes, shapes[0])]
 
 
@@ -787,6 +786,8 @@ def test_segments_are_counted_as_cudnn_counts_them(name, rng):
     segments = cudnn._Segments(spec, q, (ids, ids))
     assert bool(segments.in_rows) == in_rows
     assert not cudnn._Segments(spec, q, (ids, ids[::-1])).in_rows
+    with jax.enable_x64(True):
+        assert cudnn._Segments(spec, q, [jnp.int64(ids) << 32] * 2).in_rows == in_rows
     call = cudnn._PackedCall(spec, q, segments, limit)
     lengths, starts = map(np.asarray, call.operands)
     lse = rng.standard_normal((batch, heads, length)).astype(np.float32)
@@ -808,7 +809,7 @@ def test_segments_are_counted_as_cudnn_counts_them(name, rng):
     assert int(segments.most) == max(len([*itertools.groupby(row)]) for row in np.asarray(ids))
 
 
-def test_cudnn_is_asked_for_the_same_window(rng, monkeypatch):
+def test_cudnn_is_asked_for_the_same_window_and_bias(rng, monkeypatch):
     """JAX counts the keys before and after each query: its own code computes the same."""
     theirs, asked = jax.nn.dot_product_attention, []
 
@@ -821,7 +822,14 @@ def test_cudnn_is_asked_for_the_same_window(rng, monkeypatch):
     spec = Spec(scale=0.7, causal=True, window=4)
     found = cudnn._Call(spec, q[..., None, :], k, []).attend(q, k, v)
     close(found, attention(q, k, v, scale=0.7, causal=True, window=4))
-    assert asked == ["cudnn"]
+    q, k, v, _ = draw(rng, bf16)
+    bias = jnp.zeros((41, 41), bf16).at[0].set(jnp.finfo(bf16).min).at[1].set(-jnp.inf)
+    bias = bias.at[2].set(jnp.nan)  # the least number hides nothing from a row that it is added to
+    spec = Spec(scale=0.7, extras=(("bias", (numbers(5).length, numbers(5).keys)),))
+    call = cudnn._Call(spec, q[..., None, :], k, [bias])
+    found = call.only_seen(call.attend(q, k, v, *call.operands), 0)
+    np.testing.assert_allclose(found, attention(q, k, v, bias=bias, scale=0.7), atol=0.03)
+    assert asked == ["cudnn"] * 2
 
 
 def test_what_cudnn_cannot_serve_is_reported(rng):

@@ -285,9 +285,7 @@ def test_a_label_outside_the_vocabulary_gives_nan(rng, wrong):
     assert np.isnan(each[1, 2]) and np.isnan(each).sum() == 1
     value, dx = jax.value_and_grad(ours)(x, kernel, labels)
     assert np.isnan(value) and np.isnan(dx[1, 2]).all()
-    with pytest.raises(
-        ValueError, match=f"labels must be from 0 to 56.*, or ignore=-100; .*{wrong}"
-    ):
+    with pytest.raises(ValueError, match=f"be from 0 to 56.*, or ignore=-100; .*{wrong}"):
         ours(x, kernel, np.asarray(labels))
     ignored, known = np.array([0, wrong + 2**40, 1, 2]), np.array([0, IGNORE, 1, 2])
     found = linear_cross_entropy(x[0, :4], kernel, ignored, ignore=wrong + 2**40)
@@ -536,9 +534,7 @@ def test_no_rows():
 
 
 def test_native_is_refused_where_no_kernel_serves():
-    with pytest.raises(
-        NotImplementedError, match="'native' cannot serve here: on cpu, XLA already"
-    ):
+    with pytest.raises(NotImplementedError, match="'native' cannot .*: on cpu, XLA already"):
         linear_cross_entropy(X, KERNEL, LABELS, implementation="native")
     found = linear_cross_entropy(X, KERNEL, LABELS, implementation=("native", "xla"))
     np.testing.assert_allclose(found, np.log(7), rtol=1e-6)

@@ -120,15 +120,11 @@ def test_integers_and_bools_have_no_gradient(arrays):
 
 def test_without_a_derivative_one_clear_error():
     op = elementwise(GATED, limit=1.0)
-    with pytest.raises(
-        TypeError, match="gated has no derivative with respect to x. Pass .*derivative="
-    ):
+    with pytest.raises(TypeError, match="has no derivative with respect to x. Pass .*derivative="):
         jax.grad(op)(1.0, 2.0)
     only_x = elementwise(GATED, limit=1.0, derivative={"x": "x < limit ? g : T(0)"})
     agree(jax.grad(only_x)(0.5, 2.0), 2.0)
     with pytest.raises(TypeError, match="respect to limit"):
         jax.grad(lambda limit: only_x(0.5, 2.0, limit=limit))(1.0)
-    with pytest.raises(
-        TypeError, match="gated has first derivatives only, .* pass elementwise definition="
-    ):
+    with pytest.raises(TypeError, match="first derivatives only, .* pass elementwise definition="):
         jax.grad(jax.grad(only_x))(0.5, 2.0)
