@@ -56,14 +56,14 @@ def generate(
             f"prompt holds tokens from {lowest} to {highest}; "
             f"vocab_size={vocab} has 0 to {vocab - 1}. Is it the right tokenizer?",
         ),
-        (num_tokens >= 1, f"num_tokens={num_tokens} must be at least 1."),
+        (_counts(num_tokens), f"num_tokens={num_tokens} must be an integer of at least 1."),
         (
             num_tokens <= limit - lengths.max(),
             f"a prompt of {lengths.max()} tokens and num_tokens={num_tokens} exceed "
             f"max_seq_len={limit}. Shorten either.",
         ),
         (0 <= temperature < np.inf, f"temperature={temperature} must be finite and not negative."),
-        (top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1, or None."),
+        (top_k is None or _counts(top_k), f"top_k={top_k} must be an integer of at least 1."),
         (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1, or None."),
     ):
         if not valid:
@@ -115,6 +115,10 @@ def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: in
     logits = jnp.put_along_axis(nothing, order, kept, axis=-1, inplace=False)
     drawn = jax.random.categorical(key, logits, axis=-1)
     return jnp.where(temperature == 0, likeliest, drawn).astype(jnp.int32)
+
+
+def _counts(number: Any) -> bool:
+    return hasattr(number, "__index__") and number >= 1
 
 
 def _rows(prompt: Any) -> list[np.ndarray]:

@@ -262,9 +262,7 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
         ignore = integer(_OP, "ignore", ignore)
         if info.min <= ignore <= info.max:
             ignored = given == jnp.asarray(ignore, given.dtype)
-    known = given >= 0
-    if vocabulary <= info.max:
-        known &= given < jnp.asarray(vocabulary, given.dtype)
+    known = (given >= 0) & (given <= min(vocabulary - 1, info.max))
     if on_host:
         host = np.asarray(labels)
         wrong = host[((host < 0) | (host >= vocabulary)) & (host != ignore)]

@@ -325,9 +325,7 @@ def test_a_compile_error_on_a_mesh_is_the_same_exception(eight_devices):
 
 def test_a_mistake_in_a_derivative_names_its_line():
     op = elementwise(IDENTITY, derivative={"x": "T(1) +\n  nothing"})
-    with pytest.raises(
-        CompileError, match=r"(?s)<derivative of same with respect to x>[:(]2.*nothing"
-    ):
+    with pytest.raises(CompileError, match=r"(?s)<derivative of same .* x>[:(]2.*nothing"):
         jax.grad(op)(1.0)
 
 

@@ -163,6 +163,8 @@ def test_tokens_outside_the_vocabulary_are_not_taken_for_others(compiled, rng, o
     tokens[0, 2] = outside
     logits = apply(tokens)
     assert jnp.isnan(logits[0]).any(axis=-1)[2:].all() and jnp.isfinite(logits[1]).all()
+    few = np.asarray(tokens) % 8  # a dtype that does not reach the vocabulary's end
+    np.testing.assert_array_equal(apply(jnp.asarray(few, jnp.int4)), apply(few))
 
 
 @pytest.mark.parametrize(
