@@ -277,8 +277,7 @@ def _known_rows(
     every = functools.reduce(Sharding.without, axes_of(words[0]), sharding)
     parts, indices = constrain(table, words), constrain(tokens, every.tokens)
     x = jnp.take(parts, indices, axis=0, mode="clip").astype(dtype)
-    last = min(table.shape[0] - 1, jnp.iinfo(tokens.dtype).max)
-    known = (tokens >= 0) & (tokens <= last)
+    known = (tokens >= 0) & (tokens <= min(table.shape[0] - 1, jnp.iinfo(tokens.dtype).max))
     # Summed over the parts before it is split along the rows or the sequence, with nothing between:
     # XLA makes one reduce-scatter of a sum and the slice of it.
     return known[..., None], constrain(constrain(x, every.block_input), sharding.residual)

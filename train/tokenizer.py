@@ -42,6 +42,7 @@ class Bpe:
         self._tokenizer = tokenizers.Tokenizer.from_str(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._tokenizer.encode("a \U0010ffff")  # it may have no token for what is unknown
         self.name, self.content = name, content
         # Not their number: a file may leave out some.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
@@ -114,9 +115,9 @@ def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
         content = path.read_bytes().decode()
     try:
         return Bpe(content, str(path))
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, KeyboardInterrupt):
         raise
-    except Exception as error:  # the package raises a bare Exception
+    except BaseException as error:  # the package raises a bare Exception, or a panic of Rust
         raise UsageError(
             f"{argument} {path} is not a valid tokenizer.json: {error}. Give another, or `byte`."
         ) from None

@@ -370,9 +370,7 @@ class _Call:
         self._spec, self._d, given = spec, numbers(q.ndim), spec.named(extras)
         self._padding = padding
         self._sizes = dict(zip(self._d.q, q.shape)) | {self._d.keys: k.shape[-3]}
-        self._bias = mask = None
-        if "bias" in given:
-            self._bias = self._whole(given["bias"], spec.dims["bias"])
+        self.has_bias, mask = "bias" in given, None
         if "mask" in given:
             mask = self._whole(given["mask"], spec.dims["mask"])
         if "segments" in given:
@@ -383,11 +381,12 @@ class _Call:
             equal = self._whole(equal, dims)
             mask = equal if mask is None else mask & equal
         self.operands, self._seen = [] if mask is None else [mask], mask
-        if self._bias is not None:
-            finite = self._bias != -jnp.inf  # or NaN
+        if self.has_bias:
+            bias = self._whole(given["bias"], spec.dims["bias"])
+            finite = bias != -jnp.inf  # or NaN
             self._seen = finite if mask is None else mask & finite
-            hidden = jnp.asarray(_HIDDEN[self._bias.dtype.name], self._bias.dtype)
-            bias = jnp.maximum(self._bias, hidden)
+            hidden = jnp.asarray(_HIDDEN[bias.dtype.name], bias.dtype)
+            bias = jnp.maximum(bias, hidden)
             self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
 
     def of_rows(self, lse: Array) -> Array:
@@ -397,10 +396,6 @@ class _Call:
     def of_kernel(self, lse: Array) -> Array:
         """Returns the backward kernel's operand for the log-sum-exps of all rows."""
         return lse
-
-    @property
-    def has_bias(self) -> bool:
-        return self._bias is not None
 
     def _whole(self, array: Array, dims: Dimensions) -> Array:
         d, sizes = self._d, self._sizes

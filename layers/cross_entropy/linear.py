@@ -257,11 +257,9 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
             f"{_OP}: labels must have the shape of x's rows, {x.shape[:-1]}; got {given.shape}"
         )
     info = jnp.iinfo(given.dtype)
-    ignored = jnp.zeros(given.shape, bool)
-    if ignore is not None:
-        ignore = integer(_OP, "ignore", ignore)
-        if info.min <= ignore <= info.max:
-            ignored = given == jnp.asarray(ignore, given.dtype)
+    ignore = None if ignore is None else integer(_OP, "ignore", ignore)
+    is_label = ignore is not None and info.min <= ignore <= info.max
+    ignored = given == ignore if is_label else jnp.zeros(given.shape, bool)
     known = (given >= 0) & (given <= min(vocabulary - 1, info.max))
     if on_host:
         host = np.asarray(labels)
@@ -353,14 +351,17 @@ def _as_read(spec: Spec, x: Array, kernel: Array, *more: Array) -> tuple[Array, 
     w = _gathered(spec, x, kernel.astype(x.dtype))
     if spec.bias is None:
         return w, []
-    bias = more[-1].astype(spec.logits)
-    if jax.typeof(x).sharding.mesh.explicit_axes:
-        words = whole(jax.typeof(w).sharding.spec, 2)[1 - spec.contract]
-        bias = match_spec(bias, x, P(words))
-    return w, [bias]
+    return w, [_along_words(spec, x, w, more[-1].astype(spec.logits))]
 
 
-def _moving(spec: Spec, x: Array, dx: Any, parameters: Any) -> tuple[Spec, list[Any]]:
+def _along_words(spec: Spec, x: Array, w: Array, bias: Array) -> Array:
+    """Returns the bias, or its tangent, on an Explicit mesh split as the kernel's words are."""
+    if not jax.typeof(x).sharding.mesh.explicit_axes:
+        return bias
+    return match_spec(bias, x, P(whole(jax.typeof(w).sharding.spec, 2)[1 - spec.contract]))
+
+
+def _moving(spec: Spec, x: Array, w: Array, dx: Any, parameters: Any) -> tuple[Spec, list[Any]]:
     """Returns the spec of the tangents that there are, and those of x, the kernel and the bias.
 
     None stands for one that is not there. Parameters' are in float32 or wider.
@@ -372,8 +373,8 @@ def _moving(spec: Spec, x: Array, dx: Any, parameters: Any) -> tuple[Spec, list[
     if parts:
         found[1] = _gathered(spec, x, functools.reduce(jnp.add, parts))
     if spec.bias is not None:
-        found.append(parameters[-1].astype(sums) if moves(parameters[-1]) else None)
-        spec = replace(spec, bias=found[2] is not None)
+        spec = replace(spec, bias=moves(dbias := parameters[-1]))
+        found.append(_along_words(spec, x, w, dbias.astype(sums)) if spec.bias else None)
     return replace(spec, wanted=(found[0] is not None, bool(parts))), found
 
 
@@ -464,7 +465,7 @@ def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) ->
     w, bias = _as_read(spec.spec, x, *parameters)  # once for both ways
     operands = x, w, labels, *bias
     found = ops.statistics(spec.spec, *operands, order=spec.order)
-    moved, moving = _moving(spec.spec, x, tangents[0], tangents[2:])
+    moved, moving = _moving(spec.spec, x, w, tangents[0], tangents[2:])
     return of_rows(*found), ops.lse_tangents(moved, operands, found, moving, spec.order)
 
 
@@ -472,8 +473,8 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     """The gradients come with the loss; its tangent is linear in those of the operands."""
     del order
     x, labels, factors, scale, *parameters = primals
-    moved, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
     w, bias = _as_read(spec.spec, x, *parameters)
+    moved, moving = _moving(spec.spec, x, w, tangents[0], tangents[4:])
     operands = x, w, labels, *bias
     parts = []  # addends of the tangent
     if along := [t for t in moving if t is not None]:

@@ -99,9 +99,13 @@ def test_the_vocabulary_follows_the_tokenizer_unless_given(train, tmp_path, trai
     assert "Give --model.vocab-size 384" in error
 
 
-def test_a_tokenizer_to_train_is_told_where_to(train):
+def test_tokenizers_that_cannot_serve_are_explained(train, tmp_path):
     code, _, error = train(**{"data.tokenizer": "bpe:300"})
     assert code == 2 and "--data.tokenizer bpe:300: normfuse trains no tokenizer" in error
+    words = tmp_path / "words.json"  # without a token for others
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(words))
+    code, _, error = train(**{"data.tokenizer": words})
+    assert code == 2 and f"{words} is not a valid tokenizer.json: WordLevel error" in error
 
 
 def test_run_on_tokens_counts_bits_per_byte_and_goes_on(
