@@ -17,7 +17,7 @@ import numpy as np
 
 from normfuse.native import compiler
 
-_FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fno-exceptions", "-fno-rtti")
+_FLAGS = ("-std=c++17", "-Og", "-w", "-fPIC", "-fno-exceptions", "-fno-rtti")
 _GUARD = 256
 _MAIN = """#include "machine.cuh"
 #include "{source}"

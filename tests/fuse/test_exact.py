@@ -266,7 +266,7 @@ def test_indices_of_one_element_are_for_all(name):
 
 # ---------------------------------------------------------------- one other number of each spelling
 
-SHARE = 6
+SHARE = 12
 """Of all numbers of the spellings, one in so many is changed."""
 
 

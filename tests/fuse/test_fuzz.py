@@ -6,7 +6,7 @@ from fuse import fuzz
 
 import normfuse
 
-EACH = 20
+EACH = 12
 
 
 @pytest.mark.parametrize("first", range(0, 3 * EACH, EACH))

