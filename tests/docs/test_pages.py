@@ -33,16 +33,9 @@ YourTransformer = lambda config, rngs: nnx.RMSNorm(4, rngs=rngs)
 _GIVEN = {"README.md": _README, "docs/index.md": _LOSS}
 
 
-def pasted(page: pathlib.Path) -> str:
-    """The code of a page, with as many lines before each block as stand before it there."""
-    text = page.read_text()
-    blocks = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [""] * text.count("\n")
-    for block in blocks:
-        start = text[: block.start(1)].count("\n")
-        code = block[1].splitlines()
-        lines[start : start + len(code)] = code
-    return "\n".join(lines)
+def fenced(page: pathlib.Path) -> list[tuple[str, str]]:
+    """Languages and contents of a page's blocks."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,17 +54,25 @@ def test_what_a_page_does_not_name_is_hidden(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_page_runs_as_pasted(page, tmp_path):
+    """Each block is a file; tables are printed as shown, but for the numbers of errors."""
     given = _GIVEN.get(str(page.relative_to(ROOT)), "")
     names = hidden(page)
+    blocks = [block for language, block in fenced(page) if language == "python"]
     program = f"""
 import sys
 sys.modules.update(dict.fromkeys({names!r}))
 names = {{"__name__": "__main__"}}
 exec({given!r}, names)
-exec(compile({pasted(page)!r}, {str(page)!r}, "exec"), names)
+for block in {blocks!r}:
+    exec(compile(block, "train.py", "exec"), names)
 """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"NORMFUSE_CACHE_DIR": str(tmp_path / "kernels"), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+    without_errors = lambda table: re.sub(r"\d\.\de[+-]\d\d", "#", table)
+    shown = [block for language, block in fenced(page) if not language]
+    assert len(shown) == (3 if page.name == "fuse.md" else 0)
+    for table in shown:
+        assert without_errors(table) in without_errors(done.stdout), done.stdout

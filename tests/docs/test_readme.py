@@ -64,21 +64,6 @@ def test_the_line_that_leaves_a_layer_out_of_fp8_does():
     assert found == {"model.py:57": "skip names it", "model.py:58": "dense, fp8"}
 
 
-def test_the_guide_on_fuse_runs_and_prints_its_tables(capsys):
-    """Its code is run as train.py; numbers of errors may differ from those that it shows."""
-    text = (ROOT / "docs" / "guides" / "fuse.md").read_text()
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    names = {}
-    for block in [block for language, block in fenced if language == "python"]:
-        exec(compile(block, "train.py", "exec"), names)
-    printed = capsys.readouterr().out
-    without_errors = lambda table: re.sub(r"\d\.\de[+-]\d\d", "#", table)
-    shown = [block for language, block in fenced if not language]
-    assert len(shown) == 3
-    for table in shown:
-        assert without_errors(table) in without_errors(printed), printed
-
-
 @pytest.mark.parametrize("framework", ["nnx", "eqx", "linen"])
 def test_a_model_is_swapped_as_shown(framework, capsys):
     from flax import nnx
