@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from ...native import jax_private
 from ...native.jaxpr import bodies
 from .constants import COMPARED
+from .labels import MOVED, UNCHANGED
 from .program import Equation, Program
 
 Reasons = list[str | None]
@@ -37,12 +38,9 @@ _ENDS = frozenset(
 )
 _MULTIPLY = "attention", "cross_entropy", "product", "tangent"
 """Operations of ours with one of these in their names end it likewise."""
-_SAME = frozenset(  # each element of its own
-    "convert_element_type copy copy_p name pcast pvary reduce_precision reshard "
-    "sharding_constraint stop_gradient".split()
+_LAID_OUT = frozenset(
+    (*MOVED, *UNCHANGED, "copy_p", "reduce_precision", "reshard", "stop_gradient")
 )
-_MOVED = frozenset("broadcast_in_dim expand_dims reshape squeeze transpose".split())
-_LAID_OUT = _SAME | _MOVED
 _FOLLOWED = _LAID_OUT | frozenset(
     "complex conj imag real "
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "

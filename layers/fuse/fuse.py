@@ -198,8 +198,9 @@ def rewritten(
             rows = plan(program, quantization, skip)
             results, codes = _computed(program, closed, arrays, quantization)
         results = [_array(y, aval) for y, aval in zip(results, closed.out_avals, strict=True)]
-    except Theirs as failure:  # the user's own error
-        raise failure.error from failure.error.__cause__
+    except Theirs as failure:
+        (error,) = failure.args
+        raise error from error.__cause__
     except Exception as error:
         why = explained(error)
         for site, _ in rows:

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .constants import COMPARED, Known, evaluated
-from .labels import expand, fresh, moved, moved_back, size
+from .labels import MOVED, expand, fresh, moved, moved_back, size
 from .program import Program
 
 DEEPEST = 64
 """How many equations, one after another, are followed."""
 
 _PASSED = "copy", "stop_gradient", "sharding_constraint", "pvary", "pcast"
-_MOVES = "broadcast_in_dim", "transpose", "reshape", "squeeze", "expand_dims", "slice"
+_MOVES = *MOVED, "slice"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ and it becomes whatever it meets.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ class Label:
 
 UNCHANGED = "convert_element_type", "copy", "name", "sharding_constraint", "pvary", "pcast"
 """Equations whose results have their operand's dimensions, and its values but for a cast."""
+MOVED = "broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"
+"""Equations whose results have their operand's values in other dimensions."""
 
 Labels = tuple[Label, ...]
 Dims = tuple[Labels, ...]
@@ -147,6 +149,32 @@ def moved_back(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]
             for j, n in zip(p["broadcast_dimensions"], given)
         )
     return _regrouped(made, dims, given)
+
+
+def peel(
+    program: Any, v: int, dims: Dims, behind: Callable[[int, Any], int | None], *also: str
+) -> tuple[int, Dims]:
+    """Goes back from a value to what it was laid out anew from; returns that and its labels.
+
+    Args:
+      dims: the value's labels.
+      behind: returns the operand to go back to, given a value and what makes it; or None.
+      also: other equations to go through, to operands of their results' dimensions.
+    """
+    avals = program.avals
+    dims = tuple([d if n != 1 else () for d, n in zip(dims, avals[v].shape, strict=True)])
+    while (made := program.maker.get(v)) is not None and made.ins:
+        if made.name not in also and made.name not in MOVED and made.name not in UNCHANGED:
+            break
+        if (source := behind(v, made)) is None:
+            break
+        if made.name in MOVED:
+            back = moved_back(made, dims, avals[source].shape, avals[v].shape)
+            if back is None:
+                break
+            dims = back
+        v = source
+    return v, expanded(dims)
 
 
 def arrange(x: Any, dims: Dims, groups: Sequence[Iterable[Label]], full: bool = True) -> Any:

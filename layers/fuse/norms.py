@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..norm import layer_norm, op, rms_norm
 from .constants import ARITHMETIC
-from .labels import Dims, arrange, atoms, expand, expanded, fresh, meet, moved, moved_back, shape_of
+from .labels import MOVED, Dims, arrange, atoms, expanded, fresh, meet, moved, peel, shape_of
 from .program import Equation, Program
 from .sites import Left, Read, Site, at_ends, called
 
@@ -63,7 +63,7 @@ class Part:
 
     @property
     def along(self) -> frozenset[Any]:
-        return frozenset(expand(self.axis))
+        return frozenset(atoms([self.axis]))
 
 
 class Norms:
@@ -101,26 +101,23 @@ class Norms:
     def vector(self, v: int, dims: Dims) -> Vector:
         """Returns an array as w + b, with w as far back as it is only laid out anew."""
         g, b = self.program, 0.0
-        dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
-        while (made := g.maker.get(v)) is not None and made.ins:
-            source, back, more, shape = made.ins[0], None, 0.0, g.avals[v].shape
-            if made.name == "add":
-                numbers = [g.number(u) for u in made.ins]
-                if g.avals[v].dtype.itemsize < 4:  # 1 + w is rounded to bfloat16 there
-                    break
-                if numbers.count(None) == 1:
-                    i = numbers.index(None)
-                    source, more = made.ins[i], numbers[1 - i] or 0.0
-                    back = dims if g.avals[source].shape == shape else None
-            elif made.name == "convert_element_type":
-                dtypes = g.avals[source].dtype, g.avals[v].dtype
-                back = dims if all(jnp.issubdtype(d, jnp.floating) for d in dtypes) else None
-            else:
-                back = moved_back(made, dims, g.avals[source].shape, shape)
-            if back is None:
-                break
-            v, dims, b = source, tuple(back), b + more
-        return Vector(v, expanded(dims), b)
+
+        def behind(v: int, made: Equation) -> int | None:
+            nonlocal b
+            if made.name != "add":
+                floats = jnp.issubdtype(g.avals[made.ins[0]].dtype, jnp.floating)
+                return made.ins[0] if floats else None
+            if g.avals[v].dtype.itemsize < 4:  # 1 + w is rounded to bfloat16 there
+                return None
+            for w, other in (made.ins, made.ins[::-1]):
+                n = g.number(other)
+                if n is not None and g.number(w) is None and g.avals[w].shape == g.avals[v].shape:
+                    b += n
+                    return w
+            return None
+
+        v, dims = peel(g, v, dims, behind, "add")
+        return Vector(v, dims, b)
 
 
 # ---------------------------------------------------------------- one rule for each primitive
@@ -371,10 +368,7 @@ def _convert(g: Norms, made: Equation, a: Part | None) -> Part | None:
 RULES: dict[str, Any] = {"max": _maximum, "dot_general": _dot, "convert_element_type": _convert}
 RULES |= {"mul": _mul, "div": _div, "add": _add, "add_any": _add, "sub": _sub, "reduce_sum": _sum}
 RULES |= dict.fromkeys(("integer_pow", "pow", "square", "sqrt", "rsqrt"), _power)
-LAYOUT = (
-    *("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"),
-    *("pcast", "pvary"),
-)
+LAYOUT = (*MOVED, "copy", "pcast", "pvary")
 RULES |= dict.fromkeys(LAYOUT, _layout)
 
 
@@ -463,7 +457,7 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Site:
         raise Left("float64 is rounded")
     if not part.along <= {*everything}:
         raise Left("its axis is no axis of x")
-    rows = [tuple(l for l in expand(d) if l not in part.along) for d in part.dims]
+    rows = [tuple(l for l in d if l not in part.along) for d in expanded(part.dims)]
     rows = [r for r in rows if r]
     examples = 0
     vectors = [v for v in (part.scale, part.bias) if v is not None]

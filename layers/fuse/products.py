@@ -25,17 +25,7 @@ from ..quantization.quantize import fits
 from .activations import Activations
 from .choices import chosen
 from .indices import two_valued
-from .labels import (
-    UNCHANGED,
-    Dims,
-    Label,
-    arrange,
-    atoms,
-    expand,
-    fresh,
-    moved_back,
-    size,
-)
+from .labels import MOVED, UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, peel, size
 from .program import Equation, Program, is_precise
 from .scores import ScoreForms
 from .sites import Left, Read, Site, called, of_equations
@@ -231,25 +221,19 @@ class Products:
         not through what remat's policies keep.
         """
         g = self.program
-        dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
-        while (made := g.maker.get(v)) is not None and made.ins:
-            if v in self.made or v in self.narrowed or made.name == "name" and not names:
-                break
-            source = made.ins[0]
-            given = g.avals[source]
-            if made.name == kernel_p.name:
-                back = dims
+
+        def behind(v: int, made: Equation) -> int | None:
+            given = g.avals[made.ins[0]]
+            if made.name == "name":
+                ends = not names
             elif made.name == "convert_element_type":
-                floating = jnp.issubdtype(given.dtype, jnp.floating)
-                back = dims if casts and floating else None
-            elif not repeated and made.name == "broadcast_in_dim" and given.size != g.avals[v].size:
-                back = None
+                ends = not casts or not jnp.issubdtype(given.dtype, jnp.floating)
             else:
-                back = moved_back(made, dims, given.shape, g.avals[v].shape)
-            if back is None:
-                break
-            v, dims = source, tuple(back)
-        return v, tuple(map(expand, dims))
+                repeats = made.name == "broadcast_in_dim" and given.size != g.avals[v].size
+                ends = repeats and not repeated
+            return None if ends or v in self.made or v in self.narrowed else made.ins[0]
+
+        return peel(g, v, dims, behind, kernel_p.name)
 
     def unquantized(self, m: Matrix) -> str:
         """Returns why a product is not computed in FP8, or ""."""
@@ -293,10 +277,7 @@ class Products:
         return False
 
 
-_PASSED = frozenset(
-    "broadcast_in_dim convert_element_type copy expand_dims reshape squeeze stop_gradient "
-    "transpose".split()
-)
+_PASSED = *MOVED, "convert_element_type", "copy", "stop_gradient"
 
 
 def _narrowed(g: Program, m: Matrix) -> int:

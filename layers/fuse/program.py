@@ -347,10 +347,8 @@ class Program:
         while True:
             try:
                 return self.evaluate(env, self.results, self.sites, done)
-            except SiteFailed as failure:  # the user's own equations compute it
-                failure.site.failed = explained(failure.error)
-                for v in failure.site.outs:
-                    self.sites.pop(v, None)
+            except SiteFailed:  # the user's own equations compute it
+                self.sites = {v: site for v, site in self.sites.items() if not site.failed}
 
     def evaluate(
         self,
@@ -397,7 +395,8 @@ class Program:
                 pairs = zip(site.outs, results, strict=True)
                 return [fitted(y, self.avals[v]) for v, y in pairs]
         except Exception as error:
-            raise SiteFailed(site, error) from error
+            site.failed = explained(error)
+            raise SiteFailed(error) from error
 
     def _reader(self, site: Site, env: dict[int, Any]) -> Read:
         """Returns how a site reads values: one that several share by a copy for each of them."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .constants import ELEMENTWISE
-from .labels import expanded
+from .labels import MOVED, UNCHANGED, expanded
 from .program import Equation
 
 ABSORBING = 1e16
@@ -52,10 +52,7 @@ def _kind(value: Any) -> str:
 
 
 MIXED = Row("mixed", False, (NAN, NAN, NAN))
-_LAYOUT = (
-    "transpose broadcast_in_dim reshape squeeze expand_dims convert_element_type copy name "
-    "sharding_constraint slice pvary pcast dot_general reduce_max reduce_sum gather"
-).split()
+_LAYOUT = *MOVED, *UNCHANGED, "slice", "dot_general", "reduce_max", "reduce_sum", "gather"
 
 
 def keys(form: Any) -> frozenset[Any]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from .forms import MAXIMA, Form, Mixed, Scores, Term, biased, one_hot, plus, scaled, select, times
 from .indices import counted, is_zero
-from .labels import Dims, Label, atoms, expand, expanded, fresh, meet, moved, moved_back, shape_of
+from .labels import MOVED, UNCHANGED, Dims, Label, atoms, expand, fresh, meet, moved, peel, shape_of
 from .program import Equation, Program, is_precise
 from .rows import Row, row_of
 from .sites import Left, Site, at_ends
@@ -71,27 +71,27 @@ class ScoreForms:
           narrowest dtype on the way.
         """
         g, factor, dtype = self.program, 1.0, self.program.avals[v].dtype
-        dims = tuple([d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True)])
-        while (made := g.maker.get(v)) is not None and made.ins:
+
+        def behind(v: int, made: Equation) -> int | None:
+            nonlocal factor, dtype
             if v in self.made or (form := self.of.get(v)) is not None and form.is_attention:
-                break  # it is replaced as it is
-            given, shape = g.avals[made.ins[0]], g.avals[v].shape
-            back, source = None, made.ins[0]
+                return None  # it is replaced as it is
+            source = made.ins[0]
             if made.name == "convert_element_type":
-                kinds = [jnp.issubdtype(d, jnp.floating) for d in (given.dtype, dtype)]
-                if kinds[0] == kinds[1] and (kinds[0] or given.dtype == g.avals[v].dtype):
-                    back, dtype = dims, min(given.dtype, dtype, key=lambda d: d.itemsize)
-            elif scale and made.name in ("mul", "div"):
+                given = g.avals[source].dtype
+                kinds = [jnp.issubdtype(d, jnp.floating) for d in (given, dtype)]
+                if kinds[0] != kinds[1] or not kinds[0] and given != g.avals[v].dtype:
+                    return None
+                dtype = min(given, dtype, key=lambda d: d.itemsize)
+            elif made.name in ("mul", "div"):
                 i = 1 if g.number(made.ins[1]) is not None or made.name == "div" else 0
                 c, source = g.number(made.ins[i]), made.ins[1 - i]
-                if c and math.isfinite(c) and g.avals[source].shape == shape:
-                    back, factor = dims, factor * (c if made.name == "mul" else 1 / c)
-            else:
-                back = moved_back(made, dims, given.shape, shape)
-            if back is None:
-                break
-            v, dims = source, tuple(back)
-        return v, expanded(dims), factor, dtype
+                if not c or not math.isfinite(c) or g.avals[source].shape != g.avals[v].shape:
+                    return None
+                factor *= c if made.name == "mul" else 1 / c
+            return source
+
+        return *peel(g, v, dims, behind, *("mul", "div") * scale), factor, dtype
 
 
 # ---------------------------------------------------------------- one rule for each primitive
@@ -421,13 +421,12 @@ RULES = {
     "max": _maximum,
 }
 for _rule, _names in (
-    (_layout, "transpose broadcast_in_dim reshape squeeze expand_dims convert_element_type copy"),
-    (_layout, "name sharding_constraint slice pvary pcast"),
-    (_combine, "add sub mul div add_any"),
-    (_reduce, "reduce_max reduce_sum"),
-    (_unary, "exp log neg abs stop_gradient integer_pow tanh"),
+    (_layout, (*MOVED, *UNCHANGED, "slice")),
+    (_combine, "add sub mul div add_any".split()),
+    (_reduce, ("reduce_max", "reduce_sum")),
+    (_unary, "exp log neg abs stop_gradient integer_pow tanh".split()),
 ):
-    RULES |= dict.fromkeys(_names.split(), _rule)
+    RULES |= dict.fromkeys(_names, _rule)
 
 
 # ---------------------------------------------------------------- the operands of a site's product

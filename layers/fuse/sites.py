@@ -126,17 +126,11 @@ def _jitted(function: Callable[..., Any], static: Any, implementation: str | Non
 
 
 class SiteFailed(Exception):
-    def __init__(self, site: Site, error: Exception):
-        super().__init__(str(error))
-        self.site, self.error = site, error
+    """The error that a site's `compute` raised."""
 
 
 class Theirs(Exception):
-    """An error of the user's own code."""
-
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
+    """The error that the user's own code raised."""
 
 
 def plain_type(aval: Any) -> Any:
@@ -167,7 +161,7 @@ def said(parts: Mapping[str, Any]) -> str:
 
 def explained(error: Exception) -> str:
     """Returns the reason that a row gives for an error."""
-    error = error.error if isinstance(error, SiteFailed) else error
+    error = error.args[0] if isinstance(error, SiteFailed) else error
     text = str(error).strip().splitlines()
     return (
         text[0][:200]
