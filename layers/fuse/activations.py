@@ -96,14 +96,9 @@ class Activations:
 
     def read(self, made: Equation) -> None:
         """Finds the polynomial of an equation's result."""
-        if len(made.outs) != 1:
-            return
-        out = self.program.avals[made.outs[0]]
-        if not jnp.issubdtype(out.dtype, jnp.floating) or not out.shape:
-            return
-        found = self._read(made)
-        if found is not None and self.program.avals[found.of].shape == out.shape:
-            self.of[made.outs[0]] = found
+        found, (out,), avals = self._read(made), made.outs, self.program.avals
+        if found is not None and avals[found.of].shape == avals[out].shape:
+            self.of[out] = found
 
     def _read(self, made: Equation) -> Polynomial | None:
         g, name = self.program, made.name
@@ -165,14 +160,13 @@ class Activations:
 
     def _narrower(self, v: int, anew: bool = False) -> int:
         """Goes back through casts of floats to a wider dtype, or to any."""
-        g = self.program
-        while (made := g.maker.get(v)) is not None and made.name == "convert_element_type":
-            given = g.avals[made.ins[0]].dtype
-            wider = anew or given.itemsize <= g.avals[v].dtype.itemsize
-            if not jnp.issubdtype(given, jnp.floating) or not wider:
-                break
-            v = made.ins[0]
-        return v
+
+        def passes(made: Equation) -> bool:
+            given, to = (self.program.avals[u].dtype for u in (made.ins[0], made.outs[0]))
+            is_cast = made.name == "convert_element_type" and jnp.issubdtype(given, jnp.floating)
+            return is_cast and (anew or given.itemsize <= to.itemsize)
+
+        return self.program.root(v, passes)
 
 
 def _stands_for(terms: Terms | None, formula: Terms | None) -> bool:

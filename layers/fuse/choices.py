@@ -21,11 +21,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from ...native import jax_private
 from ...native.jaxpr import bodies
 from .constants import COMPARED
 from .labels import MOVED, UNCHANGED
-from .program import Equation, Program
+from .program import Equation, Program, inner_programs
 
 Reasons = list[str | None]
 
@@ -110,7 +109,7 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
         return
     elif name not in _FOLLOWED and not ours:
         if name != "pallas_call" and any(True for _ in bodies(equation.eqn)):
-            yield from zip(ins, _around(g, equation, outs))
+            yield from _around(g, equation, outs)
             return
         why = _unknown(name)
     yield from ((v, why) for v in ins)
@@ -118,11 +117,8 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
 
 def _is_stored(g: Program, v: int) -> bool:
     """Tells if a value is an operand of the program, or a constant, laid out anew, cast or cut."""
-    while (made := g.maker.get(v)) is not None and made.ins:
-        if made.name not in _LAID_OUT and made.name not in ("slice", "dynamic_slice"):
-            return False
-        v = made.ins[0]
-    return True
+    made, _ = g.made(g.root(v, lambda made: made.name in (*_LAID_OUT, "slice", "dynamic_slice")))
+    return made is None or not made.ins
 
 
 def _unknown(name: str) -> str:
@@ -137,40 +133,27 @@ def _multiplies(eqn: Any) -> bool:
     )
 
 
-def _around(g: Program, equation: Equation, outs: Reasons) -> Reasons:
-    """Returns why each operand of a call, a loop or branches chooses."""
+def _around(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[int, str | None]]:
+    """Yields the operands of a call, a loop or branches, and why they choose."""
     name, ins, params = equation.name, equation.ins, equation.params
-    programs = g.bodies.get(equation, {})
-    for key, place, body in bodies(equation.eqn):
-        if (key, place) not in programs:
-            closed = body if hasattr(body, "consts") else ClosedJaxpr(body, ())
-            programs[key, place] = Program(closed)
-    if name == "cond":
-        every = [_read(program, outs) for program in programs.values()]
-        return [None, *[next(filter(None, reasons), None) for reasons in zip(*every)]]
-    if name == "scan":
-        (body,) = programs.values()
-        first, carried = jax_private.scan_counts(params, len(ins))
-        return _repeated(body, outs, first, carried)
     if name == "while":  # as of attention by blocks
-        first, count = params["cond_nconsts"], params["body_nconsts"]
-        told = _read(programs["cond_jaxpr", 0], [None])
-        outs = [a or b for a, b in zip(outs, told[first:])]
-        return [*told[:first], *_repeated(programs["body_jaxpr", 0], outs, count, len(outs))]
-    sizes = len(ins), len(outs)
-    if any((len(p.inputs), len(p.results)) != sizes for p in programs.values()):
-        return [_unknown(name)] * len(ins)
-    every = [_read(program, outs) for program in programs.values()]
-    return [next(filter(None, reasons), None) for reasons in zip(*every)]
-
-
-def _repeated(body: Program, outs: Reasons, first: int, carried: int) -> Reasons:
-    """Returns why the operands of a loop's body choose, whose carry is the next turn's."""
-    outs = list(outs)
-    while True:
-        found = _read(body, outs)
-        carry = [a or b for a, b in zip(outs, found[first : first + carried])]
-        known, outs[:carried] = outs[:carried], carry
-        if [*map(bool, carry)] == [*map(bool, known)]:
-            break
-    return [*found[:first], *outs[:carried], *found[first + carried :]]
+        count, told = params["cond_nconsts"], _read(Program(params["cond_jaxpr"]), [None])
+        outs = [a or b for a, b in zip(outs, told[count:])]
+        yield from zip(ins, told[:count])
+    inside = [*inner_programs(name, params, ins)]
+    for key, place, body in () if inside else bodies(equation.eqn):
+        closed = body if hasattr(body, "consts") else ClosedJaxpr(body, ())
+        inside.append((key, place, closed, [(v, True) for v in ins]))
+    known = g.bodies.get(equation, {})
+    for key, place, closed, operands in inside:
+        body = known.get((key, place)) or Program(closed)
+        if (len(body.inputs), len(body.results)) != (len(operands), len(outs)):
+            yield from ((v, _unknown(name)) for v in ins)
+            continue
+        carried = [i for i, (v, _) in enumerate(operands) if v < 0]
+        again, found = list(outs), _read(body, outs)
+        while any(found[i] and not why for i, why in zip(carried, again)):
+            again[: len(carried)] = [why or found[i] for i, why in zip(carried, again)]
+            found = _read(body, again)
+        why = dict(enumerate(found)) | dict(zip(carried, again))
+        yield from ((max(v, ~v), why[i]) for i, (v, _) in enumerate(operands))

@@ -112,11 +112,11 @@ def _choose(g: Program, norm: Equation) -> Row:
         codes = Quantized(codes.q.reshape(x.shape), codes.qt.reshape(n, *rows), codes.scale)
         return called(_multiply, x, codes, *others, marked=product)
 
-    sites = [Site((*norm.outs, code), (*norm.operands,), (), "codes", "", compute=encode)]
+    sites = [Site((*norm.outs, code), (*norm.operands,), "codes", "", compute=encode)]
     for equation, product in products.items():
         compute = functools.partial(multiply, product, equation.operands)
         reads = (*equation.operands, code)
-        sites.append(Site((*equation.outs,), reads, (), "codes", "", compute=compute))
+        sites.append(Site((*equation.outs,), reads, "codes", "", compute=compute))
     for site in sites:
         g.sites |= dict.fromkeys(site.outs, site)
     ops = collections.Counter(product.spec.op for product in products.values())

@@ -303,15 +303,16 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
     scores, parts = ScoreForms(program), norms.Norms(program)
     activations = Activations(program)
     read = (scores, SCORES), (parts, norms.RULES), (activations, ACTIVATIONS)
+    is_floating = lambda v: jnp.issubdtype(program.avals[v].dtype, jnp.floating)
     for equation in program.equations:
+        if len(equation.outs) != 1 or not is_floating(equation.outs[0]):
+            continue
         for domain, names in read:
-            if equation.name not in names:
-                continue
             try:
-                domain.read(equation)
+                if equation.name in names:
+                    domain.read(equation)
             except Exception as error:  # equations that cannot be read stay
-                last = equation.outs[-1:] or program.inputs
-                left.append((last[0], "program", _UNREAD + explained(error), ()))
+                left.append((equation.outs[0], "program", _UNREAD + explained(error), ()))
     # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
     # its result would keep the norm's own equations alive.
     made = scores.made

@@ -240,7 +240,7 @@ def site_of(program: Program, equation: Equation) -> Site | None:
     sizes = (" x ".join(map(str, n)) or "1" for n in (one.count, one.shape))
     what = f"indexing {' of '.join(sizes)}, {aval.dtype.name}"
     emit = lambda read: [compute(*map(read, reads))]
-    return Site((out,), tuple(reads), (), what, served, compute=emit)
+    return Site((out,), tuple(reads), what, served, compute=emit)
 
 
 # ---------------------------------------------------------------- lookups: rows by other indices
@@ -316,7 +316,6 @@ def lookup_of(program: Program, equation: Equation) -> Site | None:
     return Site(
         outs=(out,),
         reads=reads,
-        dead=(),
         what=f"lookup {tokens} of {' x '.join(map(str, table.shape))}, {table.dtype.name}",
         served="rows by index: its gradient is summed in float32",
         compute=lambda read: [compute(*map(read, reads))],

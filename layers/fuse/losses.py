@@ -328,7 +328,7 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
         if len(group) > 1 and not any(program.depends(r, outs) for r in reads):
             served = first.served.replace(": sum", ": a row each")
             compute = functools.partial(_together, group)
-            one = Site(outs, reads, first.dead, first.what, served, compute=compute)
+            one = Site(outs, reads, first.what, served, dead=first.dead, compute=compute)
             sites = [*[site for site in sites if site not in group], one]
     return sites
 
@@ -396,4 +396,6 @@ def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, st
                 if of.of.axis != expand(form.dims[axis]):
                     continue
                 served = "linear_cross_entropy: argmax, by a product of its own"
-                yield Site(of.outs, of.reads, of.dead, of.what + _ARGMAX, served, compute=of.best)
+                yield Site(
+                    of.outs, of.reads, of.what + _ARGMAX, served, dead=of.dead, compute=of.best
+                )

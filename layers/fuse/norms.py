@@ -84,14 +84,9 @@ class Norms:
 
     def read(self, made: Equation) -> None:
         """Finds the Part of an equation's result."""
-        if len(made.outs) != 1:
-            return
-        out = self.program.avals[made.outs[0]]
-        if not jnp.issubdtype(out.dtype, jnp.floating):
-            return
-        found = RULES[made.name](self, made, *map(self.part, made.ins))
-        if found is not None and shape_of(found.dims) == out.shape:
-            self.of[made.outs[0]] = found
+        found, (out,) = RULES[made.name](self, made, *map(self.part, made.ins)), made.outs
+        if found is not None and shape_of(found.dims) == self.program.avals[out].shape:
+            self.of[out] = found
 
     def made_of(self, v: int) -> tuple[int, ...]:
         """Returns the sum of squares that a norm is made of."""
@@ -429,7 +424,7 @@ def joined(g: Program, made: Equation) -> Site | None:
         return [y, *statistics, h]
 
     what = f"norm {aval.size // max(n, 1)} x {n}, {aval.dtype.name}"
-    return Site((*made.outs, x), reads, (), what, f"{spec.op}{RESIDUAL}", compute=compute)
+    return Site((*made.outs, x), reads, what, f"{spec.op}{RESIDUAL}", compute=compute)
 
 
 def site_of(norms: Norms, value: int, taken: set[int]) -> Site:

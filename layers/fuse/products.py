@@ -331,7 +331,6 @@ def _dense(g: Program, m: Matrix, value: int, quantization: Any) -> Site:
     return Site(
         outs=(value,),
         reads=(m.x[0], m.kernel[0]),
-        dead=(),
         what=f"product {rows} x {features} -> {columns}, {m.dtype.name}{by}",
         served=f"dense, {quantization}",
         shares=m.x[0],
@@ -482,22 +481,12 @@ def gated(gate: Array, up: Array | None = None, *, activation: str, dtype: Any) 
     return finish_gated("gated_product", gate, up, activation, dtype, None)
 
 
-def _source(program: Program, v: int) -> int:
-    """Goes back from what dropout selects to what it scales."""
-    while (made := program.maker.get(v)) is not None:
-        scaled = made.name in ("mul", "div") and program.number(made.ins[1]) is not None
-        floats = made.ins and jnp.issubdtype(program.avals[made.ins[0]].dtype, jnp.floating)
-        if not scaled and not (made.name == "convert_element_type" and floats):
-            break
-        v = made.ins[0]
-    return v
-
-
 def _dropped(activations: Activations, program: Program, equation: Equation) -> Site | None:
     pred, no, *yes = equation.ins
     if len(yes) != 1 or program.number(no) != 0:
         return None
-    hidden = _source(program, yes[0])
+    is_cast = lambda made: made.name == "convert_element_type"
+    hidden = program.root(yes[0], lambda made: program.is_scaled(made) or is_cast(made))
     if (parts := activations.gated(hidden)) is None or not program.is_random(pred):
         return None
     activation, *reads = parts
@@ -514,7 +503,6 @@ def _dropped(activations: Activations, program: Program, equation: Equation) -> 
     return Site(
         outs=(hidden,),
         reads=reads,
-        dead=(),
         what=f"mlp {rows} x {out.shape[-1]}, {activation}, {out.dtype.name}",
         served="activation(gate) · up alone: dropout comes before the product",
         compute=compute,

@@ -8,7 +8,7 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -313,15 +313,22 @@ class Program:
         anew; else None."""
         if v < 0:
             return None
-        while (made := self.maker.get(v)) is not None and made.ins:
-            if made.name in ("concatenate", "stack"):
-                joined = [self.origin(u) for u in made.ins]
-                return None if None in joined else joined[0]
-            scaled = made.name in ("mul", "div") and self.number(made.ins[1]) is not None
-            if not scaled and made.name not in _PEELED:
-                break
-            v = made.ins[0]
+        v = self.root(v, lambda made: made.name in _PEELED or self.is_scaled(made))
+        made, name = self.made(v)
+        if name in ("concatenate", "stack"):
+            joined = [self.origin(u) for u in made.ins]
+            return None if None in joined else joined[0]
         return self.origins.get(v) if jnp.issubdtype(self.avals[v].dtype, jnp.floating) else None
+
+    def root(self, v: int, passes: Callable[[Equation], bool]) -> int:
+        """Goes back by first operands, as long as the equations pass."""
+        while (made := self.maker.get(v)) is not None and made.ins and passes(made):
+            v = made.ins[0]
+        return v
+
+    def is_scaled(self, made: Equation) -> bool:
+        """Tells if an equation multiplies or divides by a number."""
+        return made.name in ("mul", "div") and self.number(made.ins[1]) is not None
 
     # ---------------------------------------------------------------- evaluation
 
@@ -569,19 +576,19 @@ def inner_programs(
     """Yields (parameter, place, program, operands) of the bodies in which parts may be replaced.
 
     Each operand is (value, whether it has that value all the time); a loop's slices have not, yet
-    they are parts of that value. What a loop carries is (-1, False). What a gradient computes again
-    is none.
+    they are parts of that value. What a loop carries, first this value, is (~value, False). What a
+    gradient computes again is none.
     """
     whole = [(v, True) for v in ins]
     if name == "scan":
         count, carried = jax_private.scan_counts(params, len(ins))
-        parts = [(v, False) for v in ins[count + carried :]]
-        yield "jaxpr", 0, params["jaxpr"], [*whole[:count], *[(-1, False)] * carried, *parts]
+        first, parts = ins[count : count + carried], [(v, False) for v in ins[count + carried :]]
+        operands = [*whole[:count], *[(~v, False) for v in first], *parts]
+        yield "jaxpr", 0, params["jaxpr"], operands
     elif name == "while":
         first, count = params["cond_nconsts"], params["body_nconsts"]
-        carried = len(ins) - first - count
-        kept = [*whole[first : first + count], *[(-1, False)] * carried]
-        yield "body_jaxpr", 0, params["body_jaxpr"], kept
+        carried = [(~v, False) for v in ins[first + count :]]
+        yield "body_jaxpr", 0, params["body_jaxpr"], [*whole[first : first + count], *carried]
     elif name == "cond":
         for i, branch in enumerate(params["branches"]):
             yield "branches", i, branch, whole[1:]

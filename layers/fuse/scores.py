@@ -39,10 +39,7 @@ class ScoreForms:
         self.wanted: set[int] = set()  # read by them
 
     def read(self, equation: Equation) -> None:
-        rule = RULES.get(equation.name)
-        if rule is None or len(equation.outs) != 1:
-            return
-        forms = [self.of.get(v) for v in equation.ins]
+        rule, forms = RULES[equation.name], [self.of.get(v) for v in equation.ins]
         if not any(forms) and rule not in (_dot, _call):
             return
         self.applied = []

@@ -103,9 +103,9 @@ class Site:
 
     outs: tuple[int, ...]
     reads: tuple[int, ...]
-    dead: tuple[int, ...]
     what: str
     served: str
+    dead: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
     compute: Callable[[Read], Sequence[Any]] = dataclasses.field(kw_only=True)
     shares: int | None = dataclasses.field(default=None, kw_only=True)
     failed: str = dataclasses.field(default="", init=False)
