@@ -571,7 +571,7 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[-1e9]",
     ),
     Mutant(
-        "layers/fuse/forms.py",
+        "layers/fuse/scores.py",
         'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
         'if name in ("and", "or") and all(map(whole, made.ins)):',
         "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",
@@ -733,8 +733,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/fuse.py",
-        "    if not closed.effects:\n        return run(arrays)",
-        "    if True:\n        return run(arrays)",
+        "if traced.effects:  # they happen only",
+        "if False:  # they happen only",
         "tests/fuse/test_guard.py::test_effects_happen_once[Program._demand]",
     ),
     Mutant(

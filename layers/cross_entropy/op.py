@@ -568,15 +568,10 @@ def one_by_one(op: Op, args: Any, dims: Any, spec: Any, order: Order) -> Any:
 
 def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> Any:
     """A batch dimension becomes one of groups, with a kernel's gradient each."""
-    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    rows = len(args) - (spec.bias is not None)
-    if dims[1] is not None or any(d is not None for d in dims[rows:]):
-        return one_by_one(op, args, dims, spec, order)
-    x, *moved = [batch_at(args[i], dims[i], 0, size) for i in (0, *range(2, rows))]
-    moved = [match(a, x, range(a.ndim)) for a in moved]
-    spec = replace(spec, groups=spec.groups + 1)
-    results = op(spec, x, args[1], *moved, *args[rows:], order=order)
-    return results, [0] * len(results)
+    rows = 0, *range(2, len(args) - (spec.bias is not None))
+    in_turns = any(d is not None for i, d in enumerate(dims) if i not in rows)
+    spec = spec if in_turns else replace(spec, groups=spec.groups + 1)
+    return batch_rows(op, args, dims, spec=spec, order=order, rows=rows)
 
 
 # ---------------------------------------------------------------- operations

@@ -331,9 +331,9 @@ forward = Op(
 
 
 def finish_gated(
-    op: str,
     gate: Array,
     up: Array | None,
+    op: str,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,

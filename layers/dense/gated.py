@@ -1,5 +1,7 @@
 """Gated dense layers: two projections of one input, one gating the other."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -80,7 +82,7 @@ def gated_dense(
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "out_sharding": out_sharding, "quantization": quantization}
     z, up = (multiply(op, x, kernel, **options) for kernel in (gate, up))
-    return finish_gated(op, z, up, activation, dtype, implementation)
+    return finish_gated(z, up, op, activation, dtype, implementation)
 
 
 def gated_product(

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .forms import Form, Mask, Scores
+from .forms import ABSORBING, NUMBER, Form, Mask, Row, Scores
 from .indices import band_of, complement, region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
-from .program import LARGEST_CONSTANT, Equation, Program
-from .rows import ABSORBING, NUMBER, Row
+from .program import LARGEST_CONSTANT, Equation, Program, is_precise
 from .scores import Operands, ScoreForms
 from .sites import Left, Read, Site, called, said
 
@@ -53,7 +52,8 @@ class Seen:
             masks.append(jnp.asarray(self.fixed)[None, None])
         biases = [times(place(read(b), dims), factor) for b, dims, factor in self.biases]
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
-        return functools.reduce(jnp.add, biases) if biases else None, mask
+        add = lambda a, b: a.astype(self.dtype) + b  # biases of 16 bits are added in wider dtypes
+        return functools.reduce(add, biases) if biases else None, mask
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
@@ -66,6 +66,8 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
     assert mixed is not None
     if not form.safe:
         raise Left("its exponentials are of scores without their maximum subtracted, and overflow")
+    if is_precise(mixed.product, wide=True):
+        raise Left("its second product asks for a higher precision")
     found = Operands(forms, base, frozenset(mixed.axis), scale=True)
     keys, width = found.axis, found.contract
     v, v_dims, factor, v_dtype = forms.peel(mixed.product.ins[mixed.side], mixed.dims, True)
@@ -195,7 +197,7 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
         else:
             seen.masks.append(m)
     t, s = size(queries), size(keys)
-    is_option = lambda low, high: low == 0 and t <= s or low <= -(s - 1) and high >= t - 1
+    is_option = lambda low, high: low == 0 <= high and t <= s or low <= -(s - 1) and high >= t - 1
     sees = True
     if fixed or not is_option(low, high):
         if t * s > LARGEST_CONSTANT:

@@ -57,7 +57,7 @@ UNKNOWN = Origin("an array", is_data=True, matrices=1, closed_over=True)
 
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
+    return isinstance(x, jax.Array) or isinstance(x, np.ndarray) and x.dtype.kind not in "OSTUMm"
 
 
 def _is_floating(x: Any) -> bool:

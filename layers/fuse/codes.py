@@ -6,7 +6,7 @@ What is replaced has derivatives of its own, so that a gradient may be taken of 
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,12 @@ from .program import Equation, Program
 from .sites import Read, Row, Site, called
 
 
-def with_codes(closed: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:
-    """Returns the results of a program, with norms that write codes, and a row for each norm."""
+def with_codes(closed: Any) -> tuple[Callable[[Sequence[Any]], list[Any]], list[Row]]:
+    """Returns how to run a program with norms that write codes, and a row for each norm."""
     program = CodedProgram(closed)
     norms_of = lambda g: [e for e in g.equations if e.eqn.primitive is norms.forward.primitive]
     rows = [_choose(each, norm) for each in program.all_programs() for norm in norms_of(each)]
-    return program.run(operands), rows
+    return program.run, rows
 
 
 class CodedProgram(Program):

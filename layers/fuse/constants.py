@@ -3,10 +3,9 @@
 An equation of constants is computed if its primitive has a rule here and its dtypes are booleans,
 NumPy's integers, float16, bfloat16, float32 or float64. Whatever XLA leaves to the implementation
 is unknown: a division by zero, a float out of an integer's range, an integer's least number divided
-by -1, clamps with reversed bounds, the greater of a NaN, a wrapping iota. Of reductions, sums of
-equal numbers have a rule. JAX's own evaluation would need a compiled program for each kind of
-equation (50 ms), and says less: within a larger program XLA keeps more digits of bfloat16 than
-alone.
+by -1, the greater of a NaN, a wrapping iota. Of reductions, sums of equal numbers have a rule.
+JAX's own evaluation would need a compiled program for each kind of equation (50 ms), and says less:
+within a larger program XLA keeps more digits of bfloat16 than alone.
 """
 
 import dataclasses
@@ -276,26 +275,11 @@ def _convert(p: Any, out: Any, given: Known) -> Known | None:
     return Known(whole.astype(to)) if fits.all() else None
 
 
-def _integer_pow(p: Any, out: Any, given: Known) -> Known | None:
-    if p["y"] < 0 and (_is_integral(out.dtype) or (given.x == 0).any()):
-        return None
-    return Known(np.asarray(given.x ** p["y"]), _is_integral(out.dtype))
-
-
 def _select(p: Any, out: Any, which: Known, *cases: Known) -> Known | None:
     if len(cases) != 2 or which.x.dtype.kind != "b":
         return None
     no, yes = cases
     return Known(np.where(which.x, yes.x, no.x), no.exact and yes.exact)
-
-
-def _clamp(p: Any, out: Any, low: Known, given: Known, high: Known) -> Known | None:
-    if not (low.x <= high.x).all() or (given.x != given.x).any():  # reversed, or NaN
-        return None
-    if given.x.dtype.kind == "b":  # XLA's compiler takes True for less than False
-        return None
-    y = np.minimum(np.maximum(given.x, low.x), high.x)
-    return Known(y, low.exact and given.exact and high.exact)
 
 
 def _iota(p: Any, out: Any) -> Known | None:
@@ -309,13 +293,11 @@ def _iota(p: Any, out: Any) -> Known | None:
 
 _layout = lambda move: lambda p, out, given: Known(move(p, given.x), given.exact)
 RULES: dict[str, Callable[..., Known | None]] = {
-    "clamp": _clamp,
     "concatenate": _concatenate,
     "convert_element_type": _convert,
-    "integer_pow": _integer_pow,
     "iota": _iota,
     "select_n": _select,
 }
 RULES |= {name: _layout(move) for name, move in _LAYOUTS.items()}
 RULES |= {name: functools.partial(_element, name) for name in ELEMENTWISE}
-_OF_ELEMENTS = frozenset((*ELEMENTWISE, "clamp", "convert_element_type", "integer_pow", "select_n"))
+_OF_ELEMENTS = frozenset((*ELEMENTWISE, "convert_element_type", "select_n"))

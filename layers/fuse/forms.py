@@ -1,19 +1,23 @@
-"""Forms: values as linear functions of the scores of one product, or their exponentials.
+"""Forms and rows: what a value is in terms of the scores of one product.
 
-They are combined with masks, biases, one-hot arrays and weights.
+A `Form` is a linear function of scores, or its exponential, combined with masks, biases, one-hot
+arrays and weights. A `Row` is an element in rows of it that see nothing. All elements of such a row
+are masked, so they are one number, and what the program computes of them is computed here as the
+program does, in its dtypes: exp(c - c) / n is 1 / n, 0 / 0 is NaN, exp(c - (c + log n)) is 1 where
+c absorbs the logarithm. A gradient that comes back is a number or NaN; a select sets it to 0, a
+division by 0 makes NaN even of 0, and so on, down to the scores. What is not known that way is
+"mixed", and then proves nothing.
 """
 
 import dataclasses
-import functools
 import math
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
-from .constants import ARITHMETIC
-from .indices import counted, two_valued
-from .labels import Dims, Label, Labels, atoms, expand, shape_of
+from .constants import ARITHMETIC, ELEMENTWISE
+from .labels import MOVED, UNCHANGED, Dims, Label, Labels, expand, expanded
 from .program import Equation
 
 
@@ -191,153 +195,197 @@ def scaled(form: Form, c: float) -> Form | None:
     return replace(form, along=form.along * c, terms=plus(frozenset(), form.terms, c))
 
 
-# ---------------------------------------------------------------- masks, biases, one-hots, weights
-# Each rule returns the Form of the result, or None where it is not proved.
+# ---------------------------------------------------------------- rows that see nothing
+
+ABSORBING = 1e16
+"""Scores beside a number as large are rounded away in float64, too."""
+ZERO, NUMBER, NAN = 0, 1, 2
 
 
-def times(g: Any, form: Form, other: int) -> Form | None:
-    """A form times an array: of a mask, a one-hot array, or the weights of losses."""
-    if form.mixed or not _fits(g, other, form.dims):
-        return None
-    two = two_valued(g.program, other, form.dims) if form.along else None
-    if form.along and form.exp:
-        is_mask = two and two.numbers == (0, 1) and two.no.exact and two.yes.exact
-        return _masked(g, form, two.mask, two.dims, True, -math.inf) if two and is_mask else None
-    if form.exp or form.summed:
-        return None
-    if form.along and not form.hot:
-        if two is not None:
-            hot = one_hot(g, form, two.mask, two.dims)
-            return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
-    elif form.hot or form.is_loss:
-        return _weighted(g, form, other)
-    made = g.program.maker.get(other)
-    if made is not None and made.name == "mul" and form.along:  # a one-hot array with weights
-        for a, b in (made.ins, made.ins[::-1]):
-            first = times(g, form, a)
-            if first is not None and first.hot:
-                return times(g, first, b)
-    return None
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An element of a row that sees nothing.
+
+    Attributes:
+      value: a number of the program's dtype; "finite": any, as scores without a mask are;
+        "shifted": such scores plus one number; "mixed": not known.
+      each: a masked element is that in every row, whatever else is in it.
+      back: what reaches the scores of a gradient that is ZERO, a NUMBER, or NAN here.
+    """
+
+    value: Any = "finite"
+    each: bool = True
+    back: tuple[int, ...] = (ZERO, NUMBER, NAN)
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.value)
+
+    @property
+    def number(self) -> float | None:
+        return None if isinstance(self.value, str) else float(self.value)
 
 
-def _fits(g: Any, v: int, dims: Dims) -> bool:
-    """Tells if an array has dimensions of these labels, or 1 in the place of some."""
-    shape, sizes = g.program.avals[v].shape, shape_of(dims)
-    return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
+def _kind(value: Any) -> str:
+    return value if isinstance(value, str) else "number"
 
 
-def _weighted(
-    g: Any, form: Form, other: int, select: bool = False, keep: bool = True
-) -> Form | None:
-    v, dims, *_ = g.peel(other, form.dims)
-    rows = set(atoms(form.dims)) - (form.hot[1] if form.hot else set())
-    if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
-        return None
-    return replace(form, weights=(*form.weights, Weight(v, dims, select, keep)))
+MIXED = Row("mixed", False, (NAN, NAN, NAN))
+_LAYOUT = *MOVED, *UNCHANGED, "slice", "dot_general", "reduce_max", "reduce_sum", "gather"
 
 
-def biased(g: Any, form: Form, other: int, sign: float) -> Form | None:
-    """scores + other: a bias, or a mask that was written as 0 and a large negative number."""
-    if not _fits(g, other, form.dims):
-        return None
-    v, dims, factor, _ = g.peel(other, form.dims, scale=True)
-    made = g.program.maker.get(v)
-    if made is not None and made.name in ("add", "sub") and factor == 1:  # several at once
-        if all(_fits(g, u, dims) and g.program.number(u) is None for u in made.ins):
-            first = _added(g, form, made.ins[0], dims, sign)
-            second = sign if made.name == "add" else -sign
-            return first and _added(g, first, made.ins[1], dims, second)
-    return _added(g, form, other, form.dims, sign)
+def keys(form: Any) -> frozenset[Any]:
+    """Returns what a form's masks hide, whatever they write there."""
+    return frozenset([(m.value, expanded(m.dims), m.keep) for m in form.base.masks])
 
 
-def _added(g: Any, form: Form, other: int, dims: Dims, sign: float) -> Form | None:
-    """scores + an array with these labels."""
-    if (two := two_valued(g.program, other, dims)) is not None:
-        no, yes = (sign * x for x in two.numbers)
-        if max(no, yes) == 0 and min(no, yes) < 0:
-            return _masked(g, form, two.mask, two.dims, yes == 0, min(no, yes), added=True)
-    v, dims, factor, _ = g.peel(other, dims, scale=True)
-    masks = tuple(replace(m, changed=True) for m in form.base.masks)
-    biases = (*form.base.biases, (v, dims, factor * sign))
-    added = form.base.added | {g.program.avals[other].dtype}
-    return replace(form, base=replace(form.base, biases=biases, masks=masks, added=added))
+def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Row:
+    """Returns what an equation makes of rows that see nothing.
+
+    Args:
+      forms: the Forms and Rows of its operands.
+      made: the equation, whose result has the Form `form`.
+      applied: the masks that it applies.
+    """
+    out = forms.program.avals[made.outs[0]]
+    if made.name == "custom_jvp_call":  # JAX's own softmax y; its derivative: y · (dx - Σ y · dx)
+        row, below = forms.rows[forms.program.shadows[made.outs[0]]], forms.rows.get(made.ins[0])
+        return MIXED if below is None else replace(row, back=_times(below.back, row.value))
+    if made.name == "dot_general" and form.mixed is None:
+        return Row()
+    masks, rows = keys(form), []
+    of = [forms.of.get(v) for v in made.ins]
+    of = [f if f and f.base.dot is form.base.dot else None for f in of]  # or a bias
+    for v, own in zip(made.ins, of, strict=True):
+        number = forms.program.number(v)
+        if own is None:
+            row = Row("finite" if number is None else np.asarray(number, out.dtype))
+        else:
+            # Rows that see nothing by the result's masks see nothing by more masks, too.
+            row, hidden = forms.rows[v], keys(own)
+            if not applied and not hidden >= masks:
+                row = replace(row, value="mixed" if hidden else "finite", each=False)
+        rows.append(row)
+    own = [f is not None for f in of]
+    with np.errstate(all="ignore"):
+        if applied:
+            (i,) = [i for i, is_own in enumerate(own) if is_own]
+            before = keys(forms.of[made.ins[i]])
+            if made.name in ("add", "sub"):
+                first, *more = form.base.masks
+                if before or more or rows[i].kind != "finite":
+                    return MIXED
+                shifted = abs(first.fill) < ABSORBING
+                fill = "shifted" if shifted else np.asarray(first.fill, out.dtype)
+                return replace(rows[i], value=fill)
+            return _masked(made, rows, i, before, applied, out.dtype)
+        if made.name in _LAYOUT:
+            row = rows[1 - form.mixed.side if made.name == "dot_general" else 0]
+            value = row.value
+            if row.number is not None:
+                count = forms.program.avals[made.ins[0]].size // max(out.size, 1)
+                value = np.asarray(value * (count if made.name == "reduce_sum" else 1))
+                value = value.astype(out.dtype)
+            bad = made.name == "reduce_max" and _is_bad(value)
+            back = (row.back[NAN],) * 3 if bad else row.back
+            return Row(value, row.each and not made.name.startswith("reduce"), back)
+        return _elementwise(made, rows, own, bool(masks), out.dtype)
 
 
 def _masked(
-    g: Any,
-    form: Form,
-    pred: int,
-    dims: Dims,
-    keep: bool,
-    fill: float,
-    added: bool = False,
-) -> Form | None:
-    """scores where a mask has the value `keep`, `fill` elsewhere; of exponentials 0 there."""
-    if g.program.avals[pred].ndim == 0 or len(dims) != g.program.avals[pred].ndim:
-        return None
-    if form.along != 1 or form.terms and not form.exp:
-        return None
-    v, dims, *_ = g.peel(pred, dims)
-    if not set(atoms(dims)) <= set(atoms(form.dims)):
-        return None
-    again = functools.partial(_masked, g, fill=fill, added=added)
-    two = two_valued(g.program, v, dims)
-    if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
-        return again(form, two.mask, two.dims, yes == keep)
-    made, name = g.program.made(v)
-    whole = lambda u: g.program.avals[u].shape == g.program.avals[v].shape
-    if name == ("and" if keep else "or") and all(map(whole, made.ins)):
-        # Each part by itself: one of them may be constant. A row's fill is the same for all.
-        if not added:
-            first = again(form, made.ins[0], dims, keep)
-            return first and again(first, made.ins[1], dims, keep)
-    g.applied.append((v, dims, keep))
-    mask, masks = Mask(v, dims, keep, fill, added), form.base.masks
-    if mask in masks:
-        return form
-    return replace(form, base=replace(form.base, masks=(*masks, mask)))
+    made: Equation, rows: list[Row], i: int, before: frozenset, applied: frozenset, dtype: Any
+) -> Row:
+    """A mask writes a number, multiplies by 0, or adds a number.
+
+    Rows that see nothing are those of all masks together, so what the one before has left in them
+    is the same number, or this mask alone hides them.
+    """
+    row, selected = rows[i], made.name == "select_n"
+    fill = np.asarray(rows[3 - i].value if selected else 0, dtype)
+    z, _, n = row.back
+    back, value = (z, z, z) if selected else (z, z, n), fill
+    if not selected and row.number is not None:
+        value = row.value * fill
+    alone = applied >= before  # no other mask hides a part of them
+    if not alone:
+        back = tuple(map(max, zip(back, row.back)))
+    if not (alone and (selected or before == applied or not _is_bad(row.value))):
+        same = row.number is not None and row.number == float(value)
+        if not (same and (row.each or applied <= before)):
+            value = "mixed"
+    return Row(value, selected or row.each or not before, back)
 
 
-def one_hot(g: Any, form: Form, pred: int, dims: Dims, selects: bool = False) -> Form | None:
-    """scores where `labels == iota`, 0 elsewhere: by a select, or times 0, which is NaN of -inf."""
-    made = g.program.maker.get(pred)
-    if made is None or made.name != "eq" or form.weights:
-        return None
-    dtype = g.program.avals[form.base.dot.outs[0]].dtype
-    if not selects and any(m.fill < float(jnp.finfo(dtype).min) for m in form.base.masks):
-        return None
-    for labels, count in (made.ins, made.ins[::-1]):
-        if g.program.avals[labels].ndim != len(dims) or g.program.avals[count].ndim != len(dims):
-            continue
-        v, at, *_ = g.peel(labels, dims)
-        axis = tuple(l for l in atoms(form.dims) if l not in atoms(at))
-        along = counted(g.program, count)
-        integers = jnp.issubdtype(g.program.avals[v].dtype, jnp.integer)
-        if along is not None and integers and expand(dims[along]) == axis:
-            return replace(form, hot=((v, at, axis), frozenset(axis), 0.0, 1.0))
-    return None
+def _is_bad(value: Any) -> bool:
+    return value == "mixed" if isinstance(value, str) else not np.isfinite(float(value))
 
 
-def select(g: Any, made: Equation, _: Any, no: Form | None, yes: Form | None, *more: Any):
-    """A form or a number: `rows.py` proves what is left of a row that has the number alone."""
-    if more or g.program.avals[made.ins[0]].dtype != jnp.bool_ or no and yes:
-        return None
-    for form, other, keep in ((yes, made.ins[1], True), (no, made.ins[2], False)):
-        if form is None or form.mixed or form.hot:
-            continue
-        c = g.program.number(other)
-        if c is None:
-            continue
-        pred = g.program.maker.get(made.ins[0])
-        if keep and form.is_maximum and pred is not None and pred.name == "is_finite":
-            if g.of.get(pred.ins[0]) == form:  # logsumexp: rows of infinities
-                return form
-        if form.along == 1 and not form.exp and c < 0:
-            return _masked(g, form, made.ins[0], form.dims, keep, c)
-        if form.along and form.exp and c == 0:
-            return _masked(g, form, made.ins[0], form.dims, keep, -math.inf)
-        if form.along and not form.exp and c == 0 and keep:
-            return one_hot(g, form, made.ins[0], form.dims, selects=True)
-        if form.is_loss and not form.summed and c == 0 and g.program.avals[made.ins[0]].ndim:
-            return _weighted(g, form, made.ins[0], select=True, keep=keep)
-    return None
+def _times(back: Any, factor: Any) -> Any:
+    """Returns what becomes of a gradient that is multiplied by a number first."""
+    z, _, n = back
+    if _is_bad(factor):
+        return n, n, n
+    return (z, z, n) if not isinstance(factor, str) and factor == 0 else back
+
+
+def _elementwise(made: Equation, rows: list[Row], own: list[bool], masked: bool, dtype: Any) -> Row:
+    name = {"add_any": "add"}.get(made.name, made.name)
+    values = [r.value for r in rows]
+    if name == "max":  # with -inf
+        return rows[own.index(True)]
+    if name == "select_n":  # logsumexp: rows of infinities have the maximum 0
+        row = rows[own.index(True)]
+        if row.number is None:
+            return row
+        number = np.isfinite(row.value)
+        value = row.value if number else values[own.index(False, 1)]
+        return Row(np.asarray(value, dtype), False, row.back if number else (ZERO,) * 3)
+    value, numbers = "mixed", [v for v in values if not isinstance(v, str)]
+    kinds = {_kind(v) for v, is_own in zip(values, own) if is_own or not isinstance(v, str)}
+    if len(numbers) == len(values):
+        value = _computed(made, name, values).astype(dtype)
+    elif "mixed" not in kinds:
+        large = [v for v in numbers if not abs(float(v)) < ABSORBING]
+        if name in ("add", "sub") and large:  # it absorbs the other
+            plain = [np.asarray(0, dtype) if isinstance(v, str) else v for v in values]
+            value = _computed(made, name, plain).astype(dtype)
+        elif any(map(_is_bad, numbers)):
+            pass
+        elif "shifted" in kinds:
+            value = "mixed" if "finite" in kinds else "shifted"
+        elif not masked and not (name == "div" and 0 in map(float, numbers)):
+            value = "finite"
+    back = (ZERO,) * 3
+    for i, row in enumerate(rows):
+        if own[i]:
+            one = _times(row.back, _slope(name, values, value, i))
+            back = tuple(map(max, zip(back, one)))
+    if name == "stop_gradient":
+        back = (ZERO,) * 3
+    each = all(r.each for r, is_own in zip(rows, own) if is_own)
+    return Row(value, each, back)
+
+
+def _computed(made: Equation, name: str, values: list[Any]) -> Any:
+    if name == "integer_pow":
+        return np.asarray(values[0] ** made.params["y"])
+    if name == "stop_gradient":
+        return np.asarray(values[0])
+    return np.asarray(ELEMENTWISE[name][0](*values))
+
+
+def _slope(name: str, values: list[Any], value: Any, i: int) -> Any:
+    """The derivative by an operand, or anything finite where it does not matter what."""
+    match name:
+        case "exp" | "integer_pow":
+            return value
+        case "log":
+            return 1 / values[0] if not isinstance(values[0], str) else values[0]
+        case "mul":
+            return values[1 - i]
+        case "div":
+            if any(isinstance(v, str) for v in values):
+                by_zero = not isinstance(values[1], str) and values[1] == 0
+                return "mixed" if by_zero or any(map(_is_bad, values)) else "finite"
+            return 1 / values[1] if i == 0 else values[0] / values[1] ** 2
+    return "finite"

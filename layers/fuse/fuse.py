@@ -195,8 +195,14 @@ def rewritten(
         of_arrays, names = origins()
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             program = Program(closed, origins=of_arrays, names=names)
-            rows = plan(program, quantization, skip)
-            results, codes = _computed(program, closed, arrays, quantization)
+            rows, run, traced = plan(program, quantization, skip), program.run, closed
+            if quantization is not None:  # norms write the codes that products read
+                traced = jax.make_jaxpr(run)(list(arrays))
+                run, codes = with_codes(traced)
+            if traced.effects:  # they happen only after all of it has been traced
+                traced = jax.make_jaxpr(run)(list(arrays))
+                run = lambda arrays: jaxpr_as_fun(traced)(*arrays)
+            results = run(arrays)
         results = [_array(y, aval) for y, aval in zip(results, closed.out_avals, strict=True)]
     except Theirs as failure:
         (error,) = failure.args
@@ -210,31 +216,6 @@ def rewritten(
         results = jaxpr_as_fun(closed)(*arrays)
     conclude(rows, codes, function, skip, report)
     return results
-
-
-def _computed(
-    program: Program, closed: Any, arrays: Sequence[Any], quantization: Quantization
-) -> tuple[list[Any], list[Row]]:
-    """Returns a program's results, and rows of norms that write codes."""
-    if quantization is None:
-        return _once(program.run, closed, arrays), []
-    again = jax.make_jaxpr(program.run)(list(arrays))
-    rows: list[Row] = []
-
-    def run(arrays: Sequence[Any]) -> list[Any]:  # its norms write the codes that its products read
-        results, rows[:] = with_codes(again, arrays)
-        return results
-
-    return _once(run, again, arrays), rows
-
-
-def _once(
-    run: Callable[[Sequence[Any]], list[Any]], closed: Any, arrays: Sequence[Any]
-) -> list[Any]:
-    """Returns `run(arrays)`; effects happen only after all of it has been traced."""
-    if not closed.effects:
-        return run(arrays)
-    return jaxpr_as_fun(jax.make_jaxpr(run)(list(arrays)))(*arrays)
 
 
 def _array(y: Any, aval: Any) -> Any:
@@ -303,9 +284,9 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
     scores, parts = ScoreForms(program), norms.Norms(program)
     activations = Activations(program)
     read = (scores, SCORES), (parts, norms.RULES), (activations, ACTIVATIONS)
-    is_floating = lambda v: jnp.issubdtype(program.avals[v].dtype, jnp.floating)
     for equation in program.equations:
-        if len(equation.outs) != 1 or not is_floating(equation.outs[0]):
+        dtypes = [program.avals[v].dtype for v in equation.outs]
+        if len(dtypes) != 1 or not jnp.issubdtype(dtypes[0], jnp.floating):
             continue
         for domain, names in read:
             try:

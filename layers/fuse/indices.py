@@ -40,11 +40,6 @@ class Affine:
     def number(cls, n: int, ndim: int) -> "Affine":
         return cls((0,) * ndim, n)
 
-    @property
-    def below(self) -> "Affine":
-        """The function that is at least 0 where this one is not."""
-        return Affine(tuple(-c for c in self.coefficients), -self.constant - 1)
-
     def extremes(self, shape: Sequence[int]) -> tuple[int, int]:
         """Returns its least and its greatest value over an array's positions."""
         ends = [sorted((0, c * (n - 1))) for c, n in zip(self.coefficients, shape)]
@@ -283,7 +278,9 @@ def _two_of(program: Program, made: Any, aval: Any, dims: Any, depth: int) -> Tw
 
 def complement(found: Region) -> Region | None:
     """Returns where one half-space is not; None for an intersection of several."""
-    return (found[0].below,) if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    return (found[0].times(-1) + Affine.number(-1, len(found[0].coefficients)),)
 
 
 def band_of(keep: Any) -> tuple[int, int] | None:

@@ -91,10 +91,10 @@ class Loss(Site):
         if labels is not None and expand(labels[2]) != words:
             raise Left("its labels count words in another order than the kernel's")
         softcap, factor = found.softcap, found.factor
-        dtype = jnp.promote_types(found.x[3], found.w[3])
-        if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
-            raise Left(f"operands of {dtype}")
-        logits = g.avals[base.dot.outs[0]].dtype
+        dtype, logits = jnp.promote_types(found.x[3], found.w[3]), g.avals[base.dot.outs[0]].dtype
+        known = dtype in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
+        if not known or logits == jnp.float64 != dtype:
+            raise Left(f"operands of {dtype} for logits of {logits}")
         if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
             factor = 1.0  # cap · (1 / cap), as its dtype rounds it
         # The bias is added in the widest of these.
@@ -154,7 +154,8 @@ class Loss(Site):
             kept = [value == w.keep for w, value in factors if w.select]
             selected = functools.reduce(jnp.logical_and, kept) if kept else None
             weights = [value for w, value in factors if not w.select]
-            weights = functools.reduce(jnp.multiply, weights) if weights else None
+            wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
+            weights = functools.reduce(lambda a, b: wide(a) * b, weights) if weights else None
 
             def whole() -> Any:
                 options = {"reduction": "sum", "weights": weights}
@@ -244,7 +245,7 @@ class Loss(Site):
             fill = jnp.asarray(m.fill if m.added else least, wide)
             added.append((jnp.where(read(m.value) == m.keep, 0, fill), m.dims))
         of_words = [arrange(x, dims, [self.of.axis]) for x, dims in added]
-        return functools.reduce(jnp.add, of_words) if of_words else None
+        return functools.reduce(lambda a, b: a.astype(wide) + b, of_words) if of_words else None
 
     def _operands(self, read: Any) -> tuple[Any, Any]:
         x, kernel = (

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -435,7 +434,7 @@ def _mlps(products: Products, m: Matrix, value: int, quantization: Any) -> Itera
     """Yields the MLP that ends with a product, and its second half, where its rows make it one."""
     g, (hidden, dims) = products.program, m.x
     gated = None if hidden in products.made else products.activations.gated(hidden)
-    if gated is None or products.has_few_rows(m):
+    if gated is None or products.has_few_rows(m) or is_precise(m.made, wide=True):
         return
     activation, *parts = gated
     if quantization is None and g.is_within(hidden):
@@ -476,11 +475,6 @@ def _mlps(products: Products, m: Matrix, value: int, quantization: Any) -> Itera
 # reads.
 
 
-def gated(gate: Array, up: Array | None = None, *, activation: str, dtype: Any) -> Array:
-    """Returns activation(gate) · up, computed in float32 and rounded once."""
-    return finish_gated("gated_product", gate, up, activation, dtype, None)
-
-
 def _dropped(activations: Activations, program: Program, equation: Equation) -> Site | None:
     pred, no, *yes = equation.ins
     if len(yes) != 1 or program.number(no) != 0:
@@ -497,9 +491,9 @@ def _dropped(activations: Activations, program: Program, equation: Equation) -> 
     if any(a.shape != out.shape or a.dtype != out.dtype for a in given):
         return None
     rows = out.size // out.shape[-1]
-    compute = lambda read: [
-        called(gated, *map(read, reads), activation=activation, dtype=out.dtype)
-    ]
+    options = {"op": "gated_product", "activation": activation, "dtype": out.dtype}
+    options |= {"implementation": None}
+    compute = lambda read: [called(finish_gated, *[*map(read, reads), None][:2], **options)]
     return Site(
         outs=(hidden,),
         reads=reads,

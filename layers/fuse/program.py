@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
@@ -129,7 +129,7 @@ class Program:
             if aval.ndim or jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # no mere number
                 self.origins[v] = self.names.get(id(x), UNKNOWN)
                 self.made_of[v] = frozenset([self.origins[v]])
-            if not traced and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            if isinstance(aval, ShapedArray) and not traced:  # what a Ref holds changes
                 self._consts[v] = lambda: known(np.asarray(x, aval.dtype))
         return self._same[key]
 
@@ -435,10 +435,11 @@ class Program:
                 raise Theirs(error) from error
 
     def all_programs(self) -> Iterator["Program"]:
-        """Yields this program and those of all bodies within it."""
+        """Yields this program and those of all bodies within it, but for what nothing reads."""
         yield self
-        for bodies in self.bodies.values():
-            for body in bodies.values():
+        live = self.needed(self.results, {}, self.sites)
+        for equation, bodies in self.bodies.items():
+            for body in bodies.values() if equation.eqn.effects or {*equation.outs} & live else ():
                 yield from body.all_programs()
 
     def depends(self, v: int, on: Iterable[int]) -> bool:
@@ -526,17 +527,15 @@ def is_jaxs_own(eqn: Any) -> bool:
         others = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[1:]]
         both = lambda x, dx, *more: jax.jvp(lambda x: function(x, *more), (x,), (dx,))
         try:
-            return str(jax.make_jaxpr(both)(x, x, *others))
+            called = jax.make_jaxpr(function)(x, *others).eqns[-1].params["call_jaxpr"]
+            return f"{called}{jax.make_jaxpr(both)(x, x, *others)}"
         except Exception:  # it takes other operands
             return ""
 
-    candidates = [jax.nn.relu] if len(avals) == 1 else []
     body = eqn.params["call_jaxpr"].jaxpr
-    axes = [e.params["axes"] for e in body.eqns if "axes" in e.params]
-    if axes:
-        axis = tuple(map(int, axes[0]))
-        candidates += [lambda x, *more: jax.nn.softmax(x, axis, *more)]
-        candidates += [lambda x, *more: jax.nn.softmax(x, axis[0], *more)]
+    axes = next((tuple(map(int, e.params["axes"])) for e in body.eqns if "axes" in e.params), ())
+    softmax = lambda axis: lambda x, *more: jax.nn.softmax(x, axis, *more)
+    candidates = map(softmax, (axes, axes[0])) if axes else [jax.nn.relu]
     theirs = text(bind)
     return bool(theirs) and theirs in map(text, candidates)
 
@@ -555,11 +554,14 @@ _BROADCASTING = frozenset(
     "shift_left shift_right_arithmetic shift_right_logical sub xor".split()
 )
 _OF_OUR_PRODUCTS = product_p.name, "reshard"  # around their operands; operations gather kernels
-_NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
+_NEVER_MERGED = ("optimization_barrier", "rng_uniform", *_WITH_BODIES)
 
 
-def is_precise(product: Equation) -> bool:
-    """Tells if a product asks for a precision of its own, or for an algorithm."""
+def is_precise(product: Equation, wide: bool = False) -> bool:
+    """Tells if a product, with `wide` one of more than 16 bits, asks for a precision of its own, or
+    for an algorithm."""
+    if wide and all(v.aval.dtype.itemsize <= 2 for v in product.eqn.invars):
+        return False
     asked = product.params["precision"]
     each = asked if isinstance(asked, tuple) else (asked,)
     return any(one not in (None, jax.lax.Precision.DEFAULT) for one in each)

@@ -12,17 +12,16 @@ What no rule knows has no Form, and stays as it is.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
-from .forms import MAXIMA, Form, Mixed, Scores, Term, biased, one_hot, plus, scaled, select, times
-from .indices import counted, is_zero
+from .forms import MAXIMA, Form, Mask, Mixed, Row, Scores, Term, Weight, plus, row_of, scaled
+from .indices import counted, is_zero, two_valued
 from .labels import MOVED, UNCHANGED, Dims, Label, atoms, expand, fresh, meet, moved, peel, shape_of
 from .program import Equation, Program, is_precise
-from .rows import Row, row_of
 from .sites import Left, Site, at_ends
 
 
@@ -280,14 +279,10 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
 
 
 def _drop_counted(
-    program: Any,
-    form: Form,
-    columns: dict[int, int],
-    rows: list[Any],
-    shape: Sequence[int],
-    lengths: Sequence[int],
+    program: Program, made: Equation, form: Form, columns: dict[int, int], rows: list[Any]
 ) -> None:
     """Drops the columns of `x[rows, labels]` that count along a dimension, and labels `rows`."""
+    shape, lengths = (program.avals[v].shape for v in made.ins)
     for i, column in [*columns.items()]:
         if len(columns) == 1:
             return
@@ -320,8 +315,7 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     columns = dict(zip(d.start_index_map, maker.ins if stacked else [index], strict=True))
     if any(program.avals[c].shape[-1] != 1 for c in columns.values()):
         return None
-    if len(columns) > 1:
-        _drop_counted(program, form, columns, rows, shape, program.avals[index].shape)
+    _drop_counted(program, made, form, columns, rows)
     if len(columns) != 1:
         return None
     ((i, column),) = columns.items()
@@ -410,6 +404,158 @@ def _maximum(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
     return form if form and form.is_maximum and g.program.number(other) == -math.inf else None
 
 
+# ---------------------------------------------------------------- masks, biases, one-hots, weights
+# Each rule returns the Form of the result, or None where it is not proved.
+
+
+def times(g: Any, form: Form, other: int) -> Form | None:
+    """A form times an array: of a mask, a one-hot array, or the weights of losses."""
+    if form.mixed or not _fits(g, other, form.dims):
+        return None
+    two = two_valued(g.program, other, form.dims) if form.along else None
+    if form.along and form.exp:
+        is_mask = two and two.numbers == (0, 1) and two.no.exact and two.yes.exact
+        return _masked(g, form, two.mask, two.dims, True, -math.inf) if two and is_mask else None
+    if form.exp or form.summed:
+        return None
+    if form.along and not form.hot:
+        if two is not None:
+            hot = one_hot(g, form, two.mask, two.dims)
+            return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
+    elif form.hot or form.is_loss:
+        return _weighted(g, form, other)
+    made = g.program.maker.get(other)
+    if made is not None and made.name == "mul" and form.along:  # a one-hot array with weights
+        for a, b in (made.ins, made.ins[::-1]):
+            first = times(g, form, a)
+            if first is not None and first.hot:
+                return times(g, first, b)
+    return None
+
+
+def _fits(g: Any, v: int, dims: Dims) -> bool:
+    """Tells if an array has dimensions of these labels, or 1 in the place of some."""
+    shape, sizes = g.program.avals[v].shape, shape_of(dims)
+    return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
+
+
+def _weighted(
+    g: Any, form: Form, other: int, select: bool = False, keep: bool = True
+) -> Form | None:
+    v, dims, *_ = g.peel(other, form.dims)
+    rows = set(atoms(form.dims)) - (form.hot[1] if form.hot else set())
+    if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
+        return None
+    return replace(form, weights=(*form.weights, Weight(v, dims, select, keep)))
+
+
+def biased(g: Any, form: Form, other: int, sign: float) -> Form | None:
+    """scores + other: a bias, or a mask that was written as 0 and a large negative number."""
+    if not _fits(g, other, form.dims):
+        return None
+    v, dims, factor, _ = g.peel(other, form.dims, scale=True)
+    made = g.program.maker.get(v)
+    if made is not None and made.name in ("add", "sub") and factor == 1:  # several at once
+        if all(_fits(g, u, dims) and g.program.number(u) is None for u in made.ins):
+            first = _added(g, form, made.ins[0], dims, sign)
+            second = sign if made.name == "add" else -sign
+            return first and _added(g, first, made.ins[1], dims, second)
+    return _added(g, form, other, form.dims, sign)
+
+
+def _added(g: Any, form: Form, other: int, dims: Dims, sign: float) -> Form | None:
+    """scores + an array with these labels."""
+    if (two := two_valued(g.program, other, dims)) is not None:
+        no, yes = (sign * x for x in two.numbers)
+        if max(no, yes) == 0 and min(no, yes) < 0:
+            return _masked(g, form, two.mask, two.dims, yes == 0, min(no, yes), added=True)
+    v, dims, factor, _ = g.peel(other, dims, scale=True)
+    masks = tuple(replace(m, changed=True) for m in form.base.masks)
+    biases = (*form.base.biases, (v, dims, factor * sign))
+    added = form.base.added | {g.program.avals[other].dtype}
+    return replace(form, base=replace(form.base, biases=biases, masks=masks, added=added))
+
+
+def _masked(
+    g: Any,
+    form: Form,
+    pred: int,
+    dims: Dims,
+    keep: bool,
+    fill: float,
+    added: bool = False,
+) -> Form | None:
+    """scores where a mask has the value `keep`, `fill` elsewhere; of exponentials 0 there."""
+    if g.program.avals[pred].ndim == 0 or len(dims) != g.program.avals[pred].ndim:
+        return None
+    if form.along != 1 or form.terms and not form.exp:
+        return None
+    v, dims, *_ = g.peel(pred, dims)
+    if not set(atoms(dims)) <= set(atoms(form.dims)):
+        return None
+    again = functools.partial(_masked, g, fill=fill, added=added)
+    two = two_valued(g.program, v, dims)
+    if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
+        return again(form, two.mask, two.dims, yes == keep)
+    made, name = g.program.made(v)
+    whole = lambda u: g.program.avals[u].shape == g.program.avals[v].shape
+    if name == ("and" if keep else "or") and all(map(whole, made.ins)):
+        # Each part by itself: one of them may be constant. A row's fill is the same for all.
+        if not added:
+            first = again(form, made.ins[0], dims, keep)
+            return first and again(first, made.ins[1], dims, keep)
+    g.applied.append((v, dims, keep))
+    mask, masks = Mask(v, dims, keep, fill, added), form.base.masks
+    if mask in masks:
+        return form
+    return replace(form, base=replace(form.base, masks=(*masks, mask)))
+
+
+def one_hot(g: Any, form: Form, pred: int, dims: Dims, selects: bool = False) -> Form | None:
+    """scores where `labels == iota`, 0 elsewhere: by a select, or times 0, which is NaN of -inf."""
+    made = g.program.maker.get(pred)
+    if made is None or made.name != "eq" or form.weights:
+        return None
+    dtype = g.program.avals[form.base.dot.outs[0]].dtype
+    if not selects and any(m.fill < float(jnp.finfo(dtype).min) for m in form.base.masks):
+        return None
+    for labels, count in (made.ins, made.ins[::-1]):
+        if g.program.avals[labels].ndim != len(dims) or g.program.avals[count].ndim != len(dims):
+            continue
+        v, at, *_ = g.peel(labels, dims)
+        axis = tuple(l for l in atoms(form.dims) if l not in atoms(at))
+        along = counted(g.program, count)
+        integers = jnp.issubdtype(g.program.avals[v].dtype, jnp.integer)
+        if along is not None and integers and expand(dims[along]) == axis:
+            return replace(form, hot=((v, at, axis), frozenset(axis), 0.0, 1.0))
+    return None
+
+
+def select(g: Any, made: Equation, _: Any, no: Form | None, yes: Form | None, *more: Any):
+    """A form or a number: `row_of` proves what is left of a row that has the number alone."""
+    if more or g.program.avals[made.ins[0]].dtype != jnp.bool_ or no and yes:
+        return None
+    for form, other, keep in ((yes, made.ins[1], True), (no, made.ins[2], False)):
+        if form is None or form.mixed or form.hot:
+            continue
+        c = g.program.number(other)
+        if c is None:
+            continue
+        pred = g.program.maker.get(made.ins[0])
+        if keep and form.is_maximum and pred is not None and pred.name == "is_finite":
+            if g.of.get(pred.ins[0]) == form:  # logsumexp: rows of infinities
+                return form
+        if form.along == 1 and not form.exp and c < 0:
+            return _masked(g, form, made.ins[0], form.dims, keep, c)
+        if form.along and form.exp and c == 0:
+            return _masked(g, form, made.ins[0], form.dims, keep, -math.inf)
+        if form.along and not form.exp and c == 0 and keep:
+            return one_hot(g, form, made.ins[0], form.dims, selects=True)
+        if form.is_loss and not form.summed and c == 0 and g.program.avals[made.ins[0]].ndim:
+            return _weighted(g, form, made.ins[0], select=True, keep=keep)
+    return None
+
+
 RULES = {
     "custom_jvp_call": _call,
     "dot_general": _dot,
@@ -460,6 +606,5 @@ class Operands:
         self.axis = tuple(a for a in atoms(self.sides[self.right]) if a in wanted)
         numbers = base.dot.params["dimension_numbers"][0][self.left]
         self.contract = atoms(self.sides[self.left][i] for i in numbers)
-        dtypes = [forms.program.avals[v].dtype for v in base.dot.ins]
-        if is_precise(base.dot) and any(d.itemsize > 2 for d in dtypes):
+        if is_precise(base.dot, wide=True):
             raise Left("the product asks for a higher precision")

@@ -162,12 +162,9 @@ def said(parts: Mapping[str, Any]) -> str:
 def explained(error: Exception) -> str:
     """Returns the reason that a row gives for an error."""
     error = error.args[0] if isinstance(error, SiteFailed) else error
-    text = str(error).strip().splitlines()
-    return (
-        text[0][:200]
-        if isinstance(error, Left) and text
-        else f"{type(error).__name__}: {text[0][:160] if text else ''}"
-    )
+    first, *_ = str(error).strip().splitlines() or [""]
+    is_said = isinstance(error, Left) and first
+    return first[:200] if is_said else f"{type(error).__name__}: {first[:160]}"
 
 
 # ---------------------------------------------------------------- the report

@@ -308,10 +308,7 @@ def loss(w):
         weight = w.some(
             w.arg("float", rank - 1), f"({y} >= 0)", f"({y} != 1)", f"{y}.astype(F)", f"{l}"
         )
-        l = w.some(
-            lambda: w(f"{l} * {weight}"),
-            lambda: w(f"jnp.where({y} >= 0, {l}, 0.0)"),
-        )()
+        l = w.some(lambda: w(f"{l} * {weight}"), lambda: w(f"jnp.where({y} >= 0, {l}, 0.0)"))()
     which = w.rng.integers(4)
     if which == 0:
         w.keep(l, rank - 1)

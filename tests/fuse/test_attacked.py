@@ -111,6 +111,12 @@ def sparse_arrays(m, x):
     return m @ rms(x)
 
 
+@case(args=(Q, np.array(["a", "b"])), norm=1)
+def text_and_numbers_of_a_state(x, names):
+    a, b = (lax.rng_uniform(0.0, 1.0, (T,)) for _ in range(2))
+    return rms(x), str(names[1]), (a == b).all()
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
 def test_functions(name):
@@ -162,6 +168,11 @@ def test_callables(kind):
 
 
 # ---------------------------------------------------------------- effects
+
+
+def test_no_row_of_what_nothing_reads():
+    fused = Fused(lambda x: (lax.scan(lambda c, _: (rms(c), None), x, None, length=2), x)[1])
+    assert (fused(Q) == Q).all() and not fused.rows
 
 
 def test_errors_are_the_functions():
@@ -234,6 +245,19 @@ def test_what_a_function_writes_into_its_closure(body, around):
         return y, key, shapes, kept
 
     same(run(Fused), run(lambda f: f), 1e-4)
+
+
+def test_a_ref_in_the_closure():
+    def run(wrap):
+        ref = jax.new_ref(Q)
+
+        def function(x):
+            ref[...] += rms(ref[...] + x)
+            return ref[...] + rms(x)
+
+        return [jax.jit(wrap(function))(Q) for _ in range(2)], ref[...]
+
+    same(run(Fused), run(lambda f: f))
 
 
 def test_a_name_that_a_function_rebinds():

@@ -15,13 +15,7 @@ from fp8_recipe import check_all, dense_recipe, recipe, rows, with_norm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import (
-    dense,
-    fuse,
-    layer_norm,
-    rms_norm,
-    rms_norm_with_rstd,
-)
+from normfuse import dense, fuse, layer_norm, rms_norm, rms_norm_with_rstd
 from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.dense import fp8_norm, gated
 from normfuse.native.implementation import BEST
@@ -117,11 +111,7 @@ NORMS = {  # (norm of x and its parameters, centred, parameters of each example)
     "layer_norm": (lambda x, s, b: layer_norm(x, s, b), True, False),
     "layer_norm without a bias": (lambda x, s: layer_norm(x, s), True, False),
     "rms_norm with a bias": (lambda x, s, b: rms_norm(x, s, b), False, False),
-    "layer_norm of examples": (
-        lambda x, s, b: layer_norm(x, s[:, None], b[:, None]),
-        True,
-        True,
-    ),
+    "layer_norm of examples": (lambda x, s, b: layer_norm(x, s[:, None], b[:, None]), True, True),
     "rms_norm of examples": (lambda x, s: rms_norm(x, s[:, None]), False, True),
 }
 

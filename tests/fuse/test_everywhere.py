@@ -300,10 +300,7 @@ def loss_of_rows(x, w, v):
 
 F = 2 * E
 TENSOR_PARALLEL = {  # function, and sites without and with FP8
-    "rows": (
-        lambda x, w, v: placed_rows("btf,fe->bte", jnp.tanh(x @ w), v),
-        ({}, {"product": 2}),
-    ),
+    "rows": (lambda x, w, v: placed_rows("btf,fe->bte", jnp.tanh(x @ w), v), ({}, {"product": 2})),
     "an mlp": (
         lambda x, w, v: placed_rows("btf,fe->bte", jax.nn.silu(x @ w), v),
         ({"mlp": 1}, {"product": 1, "mlp": 1}),

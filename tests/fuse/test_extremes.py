@@ -132,10 +132,7 @@ WEIGHTS = {
         False,
     ),
     "eps in the sum": (lambda s, m: (e := exps(s) * m) / (late(e)[1] + 1e-9), False),
-    "NaN replaced": (
-        lambda s, m: jnp.nan_to_num(parts(exps(jnp.where(m, s, -jnp.inf)))),
-        False,
-    ),
+    "NaN replaced": (lambda s, m: jnp.nan_to_num(parts(exps(jnp.where(m, s, -jnp.inf)))), False),
 }
 
 

@@ -50,6 +50,7 @@ def behind(parts=1):
 no_attention("softmax over queries", attend(masked(), lambda s: softmax(s, -2)))
 attention("causal, one less, by positions", attend(masked(keep=lambda: behind() > 0)))
 attention("causal, halved towards 0", attend(masked(keep=lambda: behind(2) >= 0)))
+attention("of no key, by positions", attend(masked(keep=lambda: (behind() >= 0) & (behind() < 0))))
 attention("masked by a product with 0", attend(lambda s: s * causal()))
 attention("a small number", attend(masked(-5.0)))
 attention("a number that scores come near to", attend(masked(-1e4)), scale=15.0)
@@ -88,8 +89,7 @@ for name in ("finfo.min selected", "-1e9 added"):
     attention(f"rows of nothing, less their log-sum-exp, {name}", less, causal() & rows)
 attention("a constant added to whole rows", attend(lambda s: s + jnp.where(rows, 0.0, -1e9)))
 attention(
-    "NaN where the mask hides it",
-    lambda q, k, v: attend(masked())(q, k.at[:, -1].set(jnp.nan), v),
+    "NaN where the mask hides it", lambda q, k, v: attend(masked())(q, k.at[:, -1].set(jnp.nan), v)
 )
 attention(
     "Inf where the mask hides it",
@@ -160,10 +160,10 @@ def with_a_sink(s):
     return softmax(jnp.concatenate([s, jnp.zeros((N, N, 1))], -1))[..., :-1]
 
 
-def other_derivative(function, slope=0.5):
-    """The function with a part of its derivative."""
+def other_derivative(function, rule=None):
+    """The function with a part of its derivative, or another rule."""
     changed = jax.custom_jvp(function)
-    changed.defjvp(lambda p, t: (function(*p), slope * jax.jvp(function, p, t)[1]))
+    changed.defjvp(rule or (lambda p, t: (function(*p), 0.5 * jax.jvp(function, p, t)[1])))
     return changed
 
 
@@ -183,6 +183,9 @@ WEIGHTS = {  # that are no softmax
     "a learned sink": with_a_sink,
     "eps in the sum": exponentials(lambda total: total + 1e-3),
     "of another derivative": other_derivative(lambda s: softmax(s)),
+    "that the rule computes": other_derivative(
+        lambda s: softmax(2 * s), lambda p, t: jax.jvp(lambda s: softmax(s), p, t)
+    ),
 }
 for name, weights in WEIGHTS.items():
     no_attention(name, attend(weights=weights))
@@ -204,6 +207,15 @@ attention(
 )
 attention("a negative scale after the mask", attend(lambda s: -masked(1e9)(s)))
 attention("a NumPy float64 scale", attend(masked(), scale=np.float64(0.35)), low=True)
+attention(
+    "biases of 16 bits",
+    lambda q, k, v, a, b: attend(lambda s: s + a.astype(f32) + b.astype(f32))(q, k, v),
+    *[x.astype(bf16) for x in draws((N, N), (N, N), scale=9)],
+)
+no_attention(
+    "values at the highest precision",
+    lambda q, k, v: jnp.matmul(softmax(q @ k.swapaxes(1, 2)), v, precision="highest"),
+)
 attention(
     "a mask that widens", attend(lambda s: s + jnp.where(causal(), 0, jnp.float32(-1e9))), low=True
 )
@@ -295,6 +307,12 @@ LEFT_BIASES = {  # that are none of each word alone
 }
 for name, loss in LEFT_BIASES.items():
     no_loss(name, lambda z, y, b, loss=loss: loss(z, y, b).sum(), draw(5, V))
+for n, name, loss in (
+    (N, "weights", lambda z, y, a, b: (integers(z, y) * a * b).sum()),
+    (V, "biases", lambda z, y, a, b: integers(z + a + b, y).sum()),
+):
+    of_16 = lambda z, y, *more, loss=loss: loss(z, y, *[x.astype(f32) for x in more])
+    loss_case(f"{name} of 16 bits", of_16, *[x.astype(bf16) for x in draws((n,), (n,), scale=9)])
 loss_case(
     "a learned factor, exponential",
     lambda z, y, t: integers(z * jnp.exp(t), y).mean(),
@@ -331,8 +349,7 @@ no_loss(
     lambda z, y: optax.softmax_cross_entropy(swapped(z), one_hot(y, V)).sum(),
 )
 loss_case(
-    "the best word in another order",
-    lambda z, y: (integers(z, y).mean(), swapped(z).argmax(-1)),
+    "the best word in another order", lambda z, y: (integers(z, y).mean(), swapped(z).argmax(-1))
 )
 loss_case(
     "a mean of no rows at all",
@@ -393,11 +410,6 @@ def of_large_moments(x, w):
     return (x - m) * lax.rsqrt(mean(x * x) - m * m + 1e-3) * w
 
 
-@jax.jit
-def rms_norm(x, w):
-    return x * lax.rsqrt(jnp.abs(mean(x)) + 1e-3) * w
-
-
 no_norm("eps outside of the root", lambda x, w: x / (jnp.sqrt(mean(x * x)) + 0.1) * w)
 no_norm("a floor", lambda x, w: x / jnp.maximum(jnp.sqrt(mean(x * x)), 1.2) * w)
 norm("no eps, rows of zeros", with_rows_of_zeros)
@@ -405,8 +417,7 @@ no_norm("1 / mean of squares", lambda x, w: x / (mean(x * x) + 1e-3) * w)
 norm("eps beside the deviation", lambda x, w: (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-2) * w)
 no_norm("centred, of squares", lambda x, w: (x - mean(x)) * rms(x) * w)
 no_norm(
-    "not centred, of the variance",
-    lambda x, w: x * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * w,
+    "not centred, of the variance", lambda x, w: x * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * w
 )
 norm(
     "the variance of another axis",
@@ -428,7 +439,6 @@ no_norm(
     lambda x, w: x * other_derivative(lax.rsqrt)(mean(x * x) + 1e-3) * w,
 )
 norm("a large mean of squares", of_large_moments)
-no_norm("a jit that is called rms_norm", rms_norm)
 
 # ---------------------------------------------------------------- MLPs
 
@@ -444,14 +454,8 @@ def silu(z):
     return z * jnp.tanh(z)
 
 
-@jax.jit
-def relu(z):
-    return jnp.maximum(z, 0.5)
-
-
 FALSE = {
     "a jit that is called silu": silu,
-    "a jit that is called relu": relu,
     "swish of another derivative": other_derivative(jax.nn.silu),
     "a relu that passes gradients": straight_through(jax.nn.relu),
     "a relu of maximum": lambda z: jnp.maximum(z, 0),
@@ -465,6 +469,7 @@ for i, (name, f) in enumerate(FALSE.items()):
     kind, function = [("plain", plain), ("gated", gated)][i % 2]
     mlp(f"{kind}, {name}", function, options=ROUNDED if name == "rounded" else None)
 act = jax.nn.silu
+mlp("a precise product", lambda x, g, u, d: jnp.matmul(act(x @ g), d, precision="highest"), mlp=0)
 mlp("the hidden is read", lambda x, g, u, d: (lambda h: (h @ d, h))(act(x @ g) * (x @ u)))
 mlp("the gate is read", lambda x, g, u, d: (lambda z: ((act(z) * (x @ u)) @ d, z))(x @ g))
 
@@ -503,10 +508,7 @@ LEFT = {  # functions and the shapes of their arguments
         lambda x, w: jnp.tanh(jnp.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)),
         ((R, W), (W, W)),
     ),
-    "the default of HIGHEST": (
-        lambda x, w: jnp.tanh(highest(lambda: x @ w)()),
-        ((R, W), (W, W)),
-    ),
+    "the default of HIGHEST": (lambda x, w: jnp.tanh(highest(lambda: x @ w)()), ((R, W), (W, W))),
     "integers": (
         lambda x, w: (as_integers(x) @ as_integers(w)).astype(f32) + 0 * x.sum(),
         ((R, W), (W, W)),

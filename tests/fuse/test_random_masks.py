@@ -143,11 +143,6 @@ CONSTANTS = {  # a function of nothing, and what is known of its result
         lambda: lax.convert_element_type(lax.iota(np.int32, 258), jnp.bfloat16),
         NEAR,
     ),
-    "bounds that are reversed": (lambda: lax.clamp(3, lax.iota(np.int32, 4), 1), UNKNOWN),
-    "a boolean between bounds": (
-        lambda: lax.clamp(np.array(False), lax.gt(ONES, 2 * ONES), np.array(True)),
-        UNKNOWN,
-    ),
 }
 
 

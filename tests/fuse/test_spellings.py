@@ -138,9 +138,7 @@ def with_a_slope_of_the_maximum(s):
 attention("softmax, by hand", masked(), by_hand, low=True)
 attention("softmax, gradient through the maximum", masked(), with_a_slope_of_the_maximum)
 attention(
-    "softmax, logsumexp",
-    masked(),
-    lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
+    "softmax, logsumexp", masked(), lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True))
 )
 attention("softmax, log_softmax", masked(), lambda s: jnp.exp(jax.nn.log_softmax(s)))
 attention("softmax, where", lambda s: s, lambda s: softmax(s, where=causal()), low=True)
@@ -589,10 +587,7 @@ MLPS = {
         "bte ef ef fe f f",
         lambda x, g, u, d, a, b: (silu(x @ g + a) * (x @ u + b)) @ d,
     ),
-    "plain gelu, biases": (
-        "bte ef f fe e",
-        lambda x, w, a, d, b: jax.nn.gelu(x @ w + a) @ d + b,
-    ),
+    "plain gelu, biases": ("bte ef f fe e", lambda x, w, a, d, b: jax.nn.gelu(x @ w + a) @ d + b),
     "squared relu": ("bte ef fe", lambda x, w, d: jnp.square(jax.nn.relu(x @ w)) @ d),
 }
 for name, (shapes, mlp) in MLPS.items():
@@ -683,11 +678,7 @@ PRODUCTS = {  # function, shapes, products
     "features first": (lambda x, w: jnp.einsum("ebt,ef->fbt", x, w), ((E, B, T), W), 1),
     "vmapped rows": (lambda x, w: jax.vmap(jax.vmap(lambda r: w @ r))(x), (X, (F, E)), 1),
     "cast kernel": (lambda x, w: x @ w.astype(f32).astype(x.dtype), (X, W), 1),
-    "joined kernels": (
-        lambda x, v, w: jnp.tanh(x) @ jnp.concatenate([v, w], 1),
-        (X, W, W),
-        1,
-    ),
+    "joined kernels": (lambda x, v, w: jnp.tanh(x) @ jnp.concatenate([v, w], 1), (X, W, W), 1),
     "kernels stacked for a scan": (
         lambda x, v, w: in_a_scan(x, jnp.stack([v, w])),
         (X, (E, E), (E, E)),
