@@ -339,7 +339,7 @@ def finish_gated(
     implementation: Implementation,
 ) -> Array:
     """`activation(gate) · up`, in one pass in each direction, by the implementation asked for."""
-    serve = {"xla": lambda _: finish(gate, None, activation, dtype, up)}
+    serve = {"xla": lambda order: finish(gate, None, activation, dtype, up)}
     if scalar_of(activation) is not None:
         native = functools.partial(finish_natively, op, gate, up, None, activation, dtype)
         serve["native"] = native

@@ -1,6 +1,5 @@
 """Gated dense layers: two projections of one input, one gating the other."""
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +178,7 @@ def apply_product(
             y = multiply(op, placed(hidden, hidden_sharding), kernel, order=order, **quantized)
         return finish(y, bias, None, dtype)
 
-    def xla(_: Order) -> Array:
+    def xla(order: Order) -> Array:
         hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
         return finish(multiply(op, hidden, kernel, **quantized), bias, None, dtype)
 

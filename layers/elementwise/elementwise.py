@@ -168,7 +168,7 @@ class Elementwise:
             return native(BEST)
         serve, definition = {"native": native}, self._function.definition
         if definition is not None:
-            serve["xla"] = lambda _: by_jax(definition, loop, *operands)
+            serve["xla"] = lambda order: by_jax(definition, loop, *operands)
         return choose(self.name, self._implementation, serve)
 
     def _array(self, argument: str, value: Any) -> Array:
