@@ -110,6 +110,8 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
             with nnx.split_context(_FUSING) as context:
                 graph, state = context.split((args, kwargs))
             paths, tree = jax.tree.flatten_with_path(state)
+            if any(hasattr(getattr(x, "aval", None), "inner_aval") for _, x in paths):  # Refs
+                return transform(functools.partial(function, *args, **kwargs))()
             # The graph of arguments and results, after a call that changes or returns modules;
             # that of the results alone, where these are all new.
             graphs: list[Any] = []

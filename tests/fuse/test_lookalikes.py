@@ -64,7 +64,6 @@ NOTHING = {
     "finfo.min selected": lambda s, m: jnp.where(m, s, jnp.finfo(f32).min),
     "two numbers selected": lambda s, m: jnp.where(m, s, jnp.where(causal(2), -1e9, -1e30)),
     "one number after another": lambda s, m: jnp.where(m, jnp.where(causal(), s, -1e9), -1e30),
-    "the smaller number last": lambda s, m: jnp.where(m, jnp.where(causal(), s, -1e30), -1e9),
     "two added": lambda s, m: s + jnp.where(m, 0, -1e9) + jnp.where(causal(1), 0, -1e4),
     "multiplied": lambda s, m: s * m - 1e9 * (1 - m),
 }
@@ -413,7 +412,6 @@ def of_large_moments(x, w):
 no_norm("eps outside of the root", lambda x, w: x / (jnp.sqrt(mean(x * x)) + 0.1) * w)
 no_norm("a floor", lambda x, w: x / jnp.maximum(jnp.sqrt(mean(x * x)), 1.2) * w)
 norm("no eps, rows of zeros", with_rows_of_zeros)
-no_norm("1 / mean of squares", lambda x, w: x / (mean(x * x) + 1e-3) * w)
 norm("eps beside the deviation", lambda x, w: (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-2) * w)
 no_norm("centred, of squares", lambda x, w: (x - mean(x)) * rms(x) * w)
 no_norm(
@@ -491,7 +489,6 @@ def test_lookalike(case):
 # ---------------------------------------------------------------- products that FP8 leaves
 
 R, W = 64, 32
-highest = jax.default_matmul_precision("highest")
 as_integers = lambda x: jnp.round(4 * x).astype(jnp.int8)
 LEFT = {  # functions and the shapes of their arguments
     "kernels of the batch": (
@@ -508,7 +505,6 @@ LEFT = {  # functions and the shapes of their arguments
         lambda x, w: jnp.tanh(jnp.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)),
         ((R, W), (W, W)),
     ),
-    "the default of HIGHEST": (lambda x, w: jnp.tanh(highest(lambda: x @ w)()), ((R, W), (W, W))),
     "integers": (
         lambda x, w: (as_integers(x) @ as_integers(w)).astype(f32) + 0 * x.sum(),
         ((R, W), (W, W)),
