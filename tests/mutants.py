@@ -717,7 +717,7 @@ MUTANTS = [
         "                place.put(old)",
         "                pass",
         "tests/fuse/test_attacked.py::"
-        "test_what_a_function_writes_into_its_closure[leaks-draws_from_an_object]",
+        "test_what_a_function_writes_into_its_closure[leaks-draws_twice]",
     ),
     Mutant(
         "layers/fuse/products.py",
