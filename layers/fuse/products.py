@@ -239,7 +239,8 @@ class Products:
         if m.made in self.softmaxed:
             return "a softmax or a loss reads its result"
         if self.has_few_rows(m):
-            return f"few rows: {m.sizes[0]}, less than {max(FEW, self.most // 16 + 1)}"
+            least, most = max(FEW, self.most // 16 + 1), self.most
+            return f"few rows: {m.sizes[0]}, less than {least}, where others have {most}"
         if why := unfit(m.made, m.dtype, *m.sizes[1:]):
             return why
         if self._is_one_hot(m.x[0]):
