@@ -130,8 +130,9 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
                     args, kwargs = context.merge(graph, jax.tree.unflatten(tree, leaves))
                 before = _held((args, kwargs))
                 results = function(*args, **kwargs)
-                nodes = _nodes(results)
-                if _same(before, _held((args, kwargs))) and not nodes & _nodes((args, kwargs)):
+                (graph_after, leaves), nodes = _held((args, kwargs)), _nodes(results)
+                same = before[0] == graph_after and all(map(operator.is_, before[1], leaves))
+                if same and not nodes & _nodes((args, kwargs)):
                     if not nodes:
                         return results
                     after, state = nnx.split(results)
@@ -157,12 +158,6 @@ def _held(modules: Any) -> tuple[Any, list[Any]]:
     """Returns the graph of modules and the arrays that they hold now."""
     graph, state = nnx.split(modules)
     return graph, jax.tree.leaves(state)
-
-
-def _same(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
-    """Tells if a call has left modules as they were."""
-    (graph, leaves), (graph_after, leaves_after) = before, after
-    return graph == graph_after and all(map(operator.is_, leaves, leaves_after))
 
 
 def _nodes(tree: Any) -> set[int]:
