@@ -1,6 +1,5 @@
 """Gated dense layers: two projections of one input, one gating the other."""
 
-
 import jax
 import jax.numpy as jnp
 from jax import Array

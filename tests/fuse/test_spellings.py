@@ -288,9 +288,6 @@ LOSSES = {
     "mask within the one-hot": lambda z, y: (
         -jnp.sum(log_softmax(z) * (one_hot(y, V) * (y % 3 > 0)[..., None])) / 9
     ),
-    "mask after the one-hot": lambda z, y: (
-        -jnp.sum(log_softmax(z) * one_hot(y, V) * (y % 3 > 0)[..., None]) / 9
-    ),
     "soft cap": lambda z, y: integers(3 * jnp.tanh(z / 3), y).mean(),
     "label smoothing": lambda z, y: optax.softmax_cross_entropy(
         z, optax.smooth_labels(one_hot(y, V), 0.1)
