@@ -144,7 +144,7 @@ def by_framework(
         report(name, reason, strict=order.strict)
         return call()
 
-    serve = {"native": native, "xla": lambda _: call()}
+    serve = {"native": native, "xla": lambda order: call()}
     return choose(f"{name} with {reason}", layer.implementation, serve)
 
 

@@ -7,12 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import (
-    AbstractMesh,
-    NamedSharding,
-    PartitionSpec,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from .implementation import BEST, PLAIN, Order, Unsupported, report
 from .jax_private import needs_devices

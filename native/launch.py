@@ -207,7 +207,7 @@ def target_for(ctx: Any) -> Target:
     `NORMFUSE_CUDA_ARCH` names no architecture.
     """
     module = ctx.module_context
-    for device in () if module.lowering_parameters.for_export else _devices(module):
+    for device in () if module.lowering_parameters.for_export else _gpus(module):
         capability = compute_capability(device)
         if capability is not None:
             return attached_target(device, capability)
@@ -262,13 +262,15 @@ def _require(capability: int, whose: str) -> None:
         )
 
 
-def _devices(module: Any) -> Iterable[Any]:
-    """Yields the devices that `module`, JAX's ModuleContext, is lowered for, as far as it says."""
+def _gpus(module: Any) -> list[Any]:
+    """Returns the GPUs that `module`, JAX's ModuleContext, is lowered for, as far as it says."""
     axes = module.axis_context
-    yield from getattr(axes, "device_assignment", None) or ()
     mesh: Any = getattr(axes, "mesh", None)
+    found = list(getattr(axes, "device_assignment", None) or ())
     if isinstance(mesh, Mesh):  # an AbstractMesh, as of an Explicit mesh, has no devices
-        yield from mesh.devices.flat
-    if module.backend is not None:
-        yield from module.backend.local_devices()
-        yield from module.backend.devices()  # a described topology has no local devices
+        found += mesh.devices.flat
+    gpus = [device for device in found if device.platform == "gpu"]
+    if not gpus and module.backend is not None:  # a described topology has no local devices
+        found = [*module.backend.local_devices(), *module.backend.devices()]
+        gpus = [device for device in found if device.platform == "gpu"]
+    return gpus

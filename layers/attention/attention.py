@@ -22,10 +22,10 @@ from ..core.arguments import (
     integer,
     requested,
 )
-from ..core.op import reshard_like, vary, varying_axes
+from ..core.op import match, reshard_like, vary, varying_axes
 from ..core.sharding import axes_of, whole
 from . import op as ops
-from .op import BLOCKS, CUDNN, CUDNN_OR_BLOCKS, placed_like
+from .op import BLOCKS, CUDNN, CUDNN_OR_BLOCKS
 from .spec import Spec, numbers
 
 _OP = "attention"
@@ -238,7 +238,7 @@ def _operands(q: Array, k: Array, v: Array, *extras: Array) -> list[Any]:
         P(rows, None, heads_entry, group_entry, None),
     )
     d = numbers(q.ndim)
-    arrays: list[Any] = [q, *(placed_like(a, d.kv, q) for a in (k, v))]
+    arrays: list[Any] = [q, *(match(a, q, d.kv) for a in (k, v))]
     for extra in given:
         many, several = extra.shape[0] != 1, extra.shape[1] != 1
         before = P(rows if many else None, every if several else None, None, None)

@@ -13,20 +13,10 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
-from jax.sharding import PartitionSpec as P
 
 from ...native.implementation import Order, Unsupported, report
 from ...native.kernel import Body, Kernel, lower
-from ..core.op import (
-    Op,
-    Split,
-    batch_at,
-    jvp_along,
-    reshard_like,
-    tangents_of,
-    vary,
-    where_lowered,
-)
+from ..core.op import Op, Split, batch_at, jvp_along, match, tangents_of, where_lowered
 from . import blocks
 from .spec import Dimensions, Spec, numbers
 
@@ -98,17 +88,6 @@ def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) ->
 # ---------------------------------------------------------------- batching
 
 
-def placed_like(array: Array, dims: Dimensions, q: Array) -> Array:
-    """Returns the array with q's sharding in the dimensions they share, and its varying axes."""
-    typed = jax.typeof(q)
-    array = vary(array, typed.manual_axis_type.varying)
-    if typed.sharding.mesh.explicit_axes:
-        wanted = P(*[typed.sharding.spec[d] if d < q.ndim else None for d in dims])
-        if P(*jax.typeof(array).sharding.spec) != wanted:
-            array = reshard_like(array, q, wanted)
-    return array
-
-
 def _batch(
     op: Op, args: Sequence[Array], batched: Sequence[int | None], *, spec: Spec, order: Order
 ) -> tuple[list[Array], list[int]]:
@@ -125,7 +104,7 @@ def _batch(
         moved.append(batch_at(array, at, 0, size) if has else array)
         dims.append((*[0] * has, *[n + 1 for n in old[i]]))
     spec = replace(spec, extras=tuple((name, dims[3 + i]) for i, name in enumerate(spec.dims)))
-    placed = [placed_like(a, n, moved[0]) for a, n in zip(moved, dims)]
+    placed = [match(a, moved[0], n) for a, n in zip(moved, dims)]
     results = op(spec, *placed, order=order)
     return results, [0] * len(results)
 

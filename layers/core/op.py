@@ -79,8 +79,8 @@ class Op:
       dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
         `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
         operand, then what a second one adds. Parameters' are `Loose`. None without a body.
-      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
-        operation that is plain HLO everywhere (a tangent, say).
+      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels, where the
+        first lead is not empty; None for an operation that is plain HLO everywhere, as a tangent.
       leads: the leading operands, one or two; their shardings decide. The first has all rows.
       undivided: `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is
         gathered.
@@ -203,14 +203,17 @@ class Op:
         if self.share is not None and where == _Where() and not mixed:
             share, dims = functools.partial(self.share, spec), self._dims(spec, avals)
             return shared(plain, share, range(len(avals) + len(ctx.avals_out)), dims)
-        if (body := self.body) is None:
+        if self.body is None:
             return lower_as(plain)
         if where.plain:
             report(spec.op, where.plain, strict=order.strict, names=order.names)
             return lower_as(plain)
-        on = lambda split: functools.partial(body, spec, split, order=order)
         inputs, outputs = dims = self._dims(spec, avals)
-        unsplit = _split(inputs, leads, avals)
+        body, unsplit = functools.partial(self.body, spec), _split(inputs, leads, avals)
+        # Of two leads the last dimension is summed: results without it are not empty.
+        first, summed = avals[leads[0]], len(leads) > 1
+        is_empty = 0 in first.shape[: first.ndim - summed]
+        on = lambda split: plain if is_empty else functools.partial(body, split, order=order)
         if where.single:
             return lower(on(unsplit), ctx, *values)
         undivided: Dimensions = ()
@@ -402,13 +405,15 @@ def equally_varying(*arrays: Array | None) -> list[Any]:
 def match(operand: Array, lead: Array, dims: Sequence[int]) -> Array:
     """Returns `operand` with the lead's sharding in its dimensions `dims`, and its varying axes.
 
-    Where shardings are part of the type (Explicit meshes, shard_map with check_vma) operands must
-    agree; the transpose of what is added here sums or reshards their gradients.
+    It is whole along those that the lead does not have. Where shardings are part of the type
+    (Explicit meshes, shard_map with check_vma) operands must agree; the transpose of what is added
+    here sums or reshards their gradients.
     """
     typed, like = jax.typeof(operand), jax.typeof(lead)
     operand = vary(operand, like.manual_axis_type.varying)
     if like.sharding.mesh.explicit_axes:
-        wanted = P(*[like.sharding.spec[d] for d in dims])
+        entries = dict(enumerate(like.sharding.spec))
+        wanted = P(*[entries.get(d) for d in dims])
         if P(*typed.sharding.spec) != wanted:
             operand = reshard_like(operand, lead, wanted)
     return operand

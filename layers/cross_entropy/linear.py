@@ -180,7 +180,7 @@ def linear_cross_entropy(
         implementation,
         {
             "native": lambda order: serve(spec, order),
-            "xla": lambda _: serve(replace(spec, plain=True), BEST),
+            "xla": lambda order: serve(replace(spec, plain=True), BEST),
         },
     )
 

@@ -366,8 +366,6 @@ def _parts(spec: Spec, split: Split, lead: int, x: Array, w: Array) -> tuple[Spe
 def _statistics_body(
     spec: Spec, split: Split, x: Array, w: Array, labels: Array, *bias: Array, order: Order
 ) -> list[Array]:
-    if 0 in x.shape:
-        return define_statistics(spec, x, w, labels, *bias)
     part, run = _part(spec, split, x, w), _kernel(spec, softmax.statistics, order)
     w, bias = _aligned(spec, w, bias)
 
@@ -375,7 +373,7 @@ def _statistics_body(
         del sums
         return list(run(logits(spec, x, w, *bias), labels)), []
 
-    flat, shape = x.reshape(-1, x.shape[-1]), labels.shape
+    flat, shape = x.reshape(labels.size, x.shape[-1]), labels.shape
     arrays = [flat, part.local(labels).reshape(-1)]
     found = _in_chunks(chunk, arrays, _size(spec, flat, w))
     return [r.reshape(shape) for r in part.whole(*found)]
@@ -385,8 +383,6 @@ def _argmax_body(
     spec: Spec, split: Split, x: Array, w: Array, *bias: Array, order: Order
 ) -> list[Array]:
     del order  # XLA reads a chunk once
-    if 0 in x.shape:
-        return define_argmax(spec, x, w, *bias)
     part = _part(spec, split, x, w)
     w, bias = _aligned(spec, w, bias)
 
@@ -406,7 +402,7 @@ def _argmax_body(
         word = jnp.where(chosen, word + lax.axis_index(part.axes) * part.size, _LAST)
         return [lax.pmin(word, part.axes)], []
 
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     (words,) = _in_chunks(chunk, [flat], _size(spec, flat, w))
     return [words.reshape(x.shape[:-1])]
 
@@ -433,7 +429,8 @@ def _each_group(
     """
     groups, n = x.shape[: spec.groups], x.shape[-1]
     count, shape = math.prod(groups), x.shape[:-1]
-    flat = [x.reshape(count, -1, n), *[a.reshape(count, -1) for a in rows]]
+    each = math.prod(shape) // count
+    flat = [x.reshape(count, each, n), *[a.reshape(count, each) for a in rows]]
     if count == 1:
         found = [r[None] for r in run(*[a[0] for a in flat])]
     else:
@@ -443,8 +440,8 @@ def _each_group(
     if spec.wanted[0]:
         done.append(split.psum(next(rest).reshape(x.shape), [x.ndim + 1]))
     for of_parameter in rest:
-        each = of_parameter.reshape(*groups, *of_parameter.shape[1:])
-        done.append(split.psum(each, range(spec.groups, x.ndim - 1)))
+        one = of_parameter.reshape(*groups, *of_parameter.shape[1:])
+        done.append(split.psum(one, range(spec.groups, x.ndim - 1)))
     return done
 
 
@@ -463,8 +460,6 @@ def _loss_gradients_body(
     *bias: Array,
     order: Order,
 ) -> list[Array]:
-    if 0 in x.shape:
-        return define_loss_gradients(spec, x, w, labels, weights, *bias)
     part = _part(spec, split, x, w)
     w, bias = _aligned(spec, w, bias)
     spec, codes = _quantized(spec, split, x, w, order)
@@ -493,8 +488,6 @@ def _loss_gradients_body(
 def _gradients_body(
     spec: Spec, split: Split, x: Array, w: Array, labels: Array, *rows: Array, order: Order
 ) -> list[Array]:
-    if 0 in x.shape:
-        return define_gradients(spec, x, w, labels, *rows)
     part = _part(spec, split, x, w)
     factors, bias = _factors(spec, rows[1:])
     w, bias = _aligned(spec, w, bias)

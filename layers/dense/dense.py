@@ -7,13 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from ...native.implementation import BEST, Implementation, Order
 from ..core import sharding
 from ..core.activations import Activation, resolve
-from ..core.arguments import (
-    Quantization,
-    check_quantization,
-    choose,
-    floating,
-    floating_dtype,
-)
+from ..core.arguments import Quantization, check_quantization, choose, floating, floating_dtype
 from .epilogue import finish, finish_natively
 from .fp8 import multiply
 from .matmul import matmul
@@ -114,7 +108,7 @@ def apply(
             return finish(product(order), bias, None, dtype)
         return finish_natively(op, product(order), None, bias, activation, dtype, order)
 
-    xla = lambda _: finish(product(), bias, activation, dtype)
+    xla = lambda order: finish(product(), bias, activation, dtype)
     return choose(op, implementation, {"native": native, "xla": xla})
 
 

@@ -248,8 +248,6 @@ def _forward_body(
     spec: Epilogue, split: Split, z: Array, *rest: Array, order: Order
 ) -> list[Array]:
     del split
-    if z.size == 0:
-        return define_forward(spec, z, *rest)
     (y,) = forward_kernel(*_flattened(spec, [z], rest), order=order)
     return [_restored(spec, y, z.shape)]
 
@@ -257,15 +255,12 @@ def _forward_body(
 def _backward_body(
     spec: Epilogue, split: Split, dy: Array, z: Array, *rest: Array, order: Order
 ) -> list[Array]:
-    if z.size == 0:
-        results = define_backward(spec, dy, z, *rest)
-    else:
-        results = backward_kernel(*_flattened(spec, [dy, z], rest), order=order)
-        shape = [z.shape[d] for d in spec.axes]
-        results = [
-            r.reshape(shape) if r.ndim == 1 and spec.axes else _restored(spec, r, z.shape)
-            for r in results
-        ]
+    results = backward_kernel(*_flattened(spec, [dy, z], rest), order=order)
+    shape = [z.shape[d] for d in spec.axes]
+    results = [
+        r.reshape(shape) if r.ndim == 1 and spec.axes else _restored(spec, r, z.shape)
+        for r in results
+    ]
     if spec.with_dbias:  # over exactly the mesh axes that the rows use
         at = 1 + spec.has_up
         results[at] = split.psum(results[at], _rows(spec, len(split.shape)))

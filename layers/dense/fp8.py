@@ -380,14 +380,14 @@ class Fp8:
 
     def kernel_gradient(self, x: tuple[Array, Array], g: Quantized, like: Any) -> Array:
         """Returns the gradient of the kernel, of the type `like`, from codes of xᵀ and dyᵀ."""
-        rows, summed, outs = self.labels
+        (rows, summed, outs), contract = self.labels, self.contract
         sums = compute_dtype(self.dtype)
         dtype = like.dtype if like.dtype in (jnp.dtype(self.dtype), sums) else sums
         operands = [(x, summed + rows), ((g.qt, g.scale), outs + rows)]
-        if self.contract:  # so that the result needs no transpose
+        if contract:  # so that the result needs no transpose
             operands.reverse()
         (a, of_a), (b, of_b) = operands
-        others = {(0 if self.contract else 1, rows + outs): g.q}
+        others = {(0 if contract else 1, rows + outs): g.q}
         labels = f"{of_a},{of_b}->{self.product.kernel}"
         found = self._multiply(labels, a, b, dtype, explicit(like), others)
         return found.astype(like.dtype)

@@ -8,13 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from ...native.implementation import Implementation, Order
 from ..core import sharding
 from ..core.activations import Activation, resolve, scalar_of
-from ..core.arguments import (
-    Quantization,
-    check_quantization,
-    choose,
-    floating,
-    floating_dtype,
-)
+from ..core.arguments import Quantization, check_quantization, choose, floating, floating_dtype
 from ..core.op import match, placed
 from .dense import check_shapes
 from .epilogue import Epilogue, finish, finish_gated, finish_natively
@@ -228,7 +222,7 @@ def mlp(
     alike = len(given) in (0, len(first))
     if quantization is None or not alike or not serves([*first, down], contract, function):
         return in_parts(implementation)
-    serve = {"native": in_fp8, "xla": lambda _: in_parts("xla")}
+    serve = {"native": in_fp8, "xla": lambda order: in_parts("xla")}
     return choose(op, implementation, serve)
 
 

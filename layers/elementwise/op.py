@@ -27,17 +27,7 @@ from ...native.dtypes import NARROW
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch, target_for
-from ..core.op import (
-    Dims,
-    Loose,
-    Op,
-    jvp_along,
-    match,
-    moves,
-    tangents_of,
-    vary,
-    varying_axes,
-)
+from ..core.op import Dims, Loose, Op, jvp_along, match, moves, tangents_of, vary, varying_axes
 from . import code
 from .code import THREADS, Function, Layout, Pairs
 from .function import Plain, Primal

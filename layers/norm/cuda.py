@@ -218,8 +218,6 @@ class Call:
 def _forward(call: Call) -> list[jax.Array] | None:
     """Launches norm_forward.cu; None where its rows are too long to be held."""
     norm, normalise = call.norm, "Y" in call.results
-    if call.rows == 0:
-        return _zeros(call)
     layout = forward_layout(call.seen)
     if layout is None:
         return None
@@ -255,8 +253,6 @@ def _backward(call: Call, count: float) -> list[jax.Array] | None:
     """Launches norm_backward.cu, and the sum over its blocks for dscale and dbias; None where its
     rows are too long to be held. `count` is of the features of whole rows."""
     n, owners, columns = call.features, call.examples or 1, len(call.gradients)
-    if call.rows == 0:
-        return _zeros(call) + [jnp.zeros(owners * n, call.compute)] * columns
     layout = backward_layout(call.seen)
     if layout is None:
         return None
@@ -296,7 +292,7 @@ def _backward(call: Call, count: float) -> list[jax.Array] | None:
 
 def _backward_in_one_launch(call: Call) -> list[jax.Array] | None:
     """Launches rms_norm_backward_in_one_launch.cu, where rows are few."""
-    if call.gradients != ["DSCALE"] or call.norm.centred or call.examples or call.rows == 0:
+    if call.gradients != ["DSCALE"] or call.norm.centred or call.examples:
         return None
     read = sum([call.operands[name].dtype.itemsize for name in ("DY", "X")])
     chosen = one_launch_layout(replace(call.seen, read_bytes=read))
@@ -312,7 +308,3 @@ def _backward_in_one_launch(call: Call) -> list[jax.Array] | None:
     sizes = {"grid": macros["COLUMN_BLOCKS"] + layout.blocks_for(call.rows), "shared": shared}
     scalars = call.scalars(call.norm.scale_offset, n)
     return call.launch("rms_norm_backward_in_one_launch.cu", macros, layout, **sizes, **scalars)
-
-
-def _zeros(call: Call) -> list[jax.Array]:
-    return [jnp.zeros(r.shape, r.dtype) for r in call.results.values()]

@@ -33,18 +33,7 @@ from jax import Array
 
 from ...native.implementation import Implementation, Order
 from ..core.arguments import dimensions, finite, floating, floating_dtype, order_of
-from ..core.op import (
-    Dims,
-    Loose,
-    Op,
-    Split,
-    jvp_along,
-    linear,
-    match,
-    moves,
-    vary,
-    varying_axes,
-)
+from ..core.op import Dims, Loose, Op, Split, jvp_along, linear, match, moves, vary, varying_axes
 from .cuda import combined
 from .kernels import (
     apply_kernel,
@@ -375,8 +364,6 @@ def local(norm: Norm, **changes: Any) -> Norm:
 
 
 def forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
-    if x.size == 0:
-        return define_forward(norm, x, *rest)
     names, results = norm.names("forward")
     operands = [seen(norm, name, a) for name, a in zip(names, (x, *rest))]
     if split.over(norm.axes):
@@ -420,16 +407,13 @@ def backward_body(
     order: Order,
 ) -> list[Array]:
     """dx, then what was asked for of dscale and dbias."""
-    if x.size == 0:
-        dx, *more = define_backward(norm, dy, x, *rest)
+    names, results = norm.names("backward")
+    operands = [seen(norm, name, a) for name, a in zip(names, (dy, x, *rest))]
+    if split.over(norm.axes):
+        values = _backward_over_devices(norm, split, operands, order)
     else:
-        names, results = norm.names("backward")
-        operands = [seen(norm, name, a) for name, a in zip(names, (dy, x, *rest))]
-        if split.over(norm.axes):
-            values = _backward_over_devices(norm, split, operands, order)
-        else:
-            values = backward_kernel(local(norm), *operands, order=order)
-        dx, *more = [restored(norm, name, a, x.shape) for name, a in zip(results, values)]
+        values = backward_kernel(local(norm), *operands, order=order)
+    dx, *more = [restored(norm, name, a, x.shape) for name, a in zip(results, values)]
     # dscale and dbias are summed over exactly the mesh axes that the rows use
     return [dx, *[split.psum(d, _parts(norm, x.ndim)[-2]) for d in more]]
 

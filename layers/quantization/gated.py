@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ...native.dtypes import CUDA_TYPES
-from ...native.implementation import PLAIN, Order
+from ...native.implementation import Order
 from ...native.kernel import Body, Kernel
 from ...native.launch import Target, launch
 from ..core.activations import Scalar, with_activation
@@ -180,8 +180,6 @@ def _cuda(gradient: bool, target: Target, spec: Gated, *operands: jax.Array) -> 
     # One array holds all numbers: a kernel makes them.
     arrays, numbers = operands[: -1 - gradient], jnp.concatenate(operands[-1 - gradient :])
     wide, has_up = arrays[0], len(arrays) == 2 + gradient
-    if wide.size == 0:
-        return list((gradient_kernel if gradient else forward_kernel).definition(spec, *operands))
     chosen = layout(target, gradient=gradient, has_up=has_up)
     rows, columns = wide.shape
     results = code_types(_BOTH if gradient else _AS_IT_LIES, rows, columns)
@@ -256,7 +254,6 @@ def _dims(names: Sequence[str], ndim: int) -> list[tuple[int, ...]]:
 
 
 def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list[jax.Array]:
-    order = order if arrays[0].size else PLAIN
     found = amax_kernel(spec, *_matrices(arrays), order=order)
     maxima = [split.pmax(maximum, range(arrays[0].ndim)) for maximum in found]
     h, *of_arrays = maxima[: 2 + spec.has_up]
@@ -276,7 +273,6 @@ def _hidden_dims(spec: Gated, ndim: int) -> Dims:
 def _hidden_gradients(
     spec: Gated, split: Split, dh: jax.Array, *kept: jax.Array, order: Order
 ) -> list[jax.Array]:
-    order = order if dh.size else PLAIN
     (maximum,) = matrix_amax_kernel(Codes(op=spec.op), *_matrices([dh]), order=order)
     maximum = split.pmax(maximum, range(dh.ndim))
     *pairs, activation, up, h = kept

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.dtypes import promoted
-from ...native.implementation import BEST, PLAIN, Order
+from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
 from ..core.op import Dims, Op, Split, batch_at, match, on_unused_results
@@ -287,7 +287,6 @@ def _seen(spec: NormCodes, operands: Any) -> tuple[NormCodes, list[Array], list[
 def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list[Array]:
     """`(x[, residual][, scale][, bias]) -> ([q,] [qt,] scale ()[, h][, mean], rstd)`."""
     x, norm = operands[0], spec.norm
-    order = order if x.size else PLAIN
     here, large, parameters = _seen(spec, operands)
     bound = _bound(norm, parameters, split.count(norm.axes))
     bound = split.pmax(bound, (*norm.heads, *norm.axes))

@@ -21,7 +21,7 @@ from jax import Array
 
 from ...native.compiler import Source
 from ...native.dtypes import CUDA_TYPES
-from ...native.implementation import BEST, PLAIN, Order
+from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch
 from ..core.op import Dims, Op, Split
@@ -235,8 +235,6 @@ def _cuda_amax(target: Target, codes: Codes, x: jax.Array) -> list[jax.Array]:
 
 
 def cuda_cast(target: Target, codes: Codes, x: jax.Array, maxima: jax.Array) -> list[jax.Array]:
-    if x.size == 0:  # there is nothing to launch, but a scale
-        return define_cast(codes, x, maxima)
     rows, columns = x.shape
     layout = cast_layout(rows, columns, x.dtype.itemsize, target)
     macros = {"X_TYPE": CUDA_TYPES[x.dtype.name]} | tile_macros(layout, codes, rows, columns)
@@ -354,7 +352,7 @@ def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
 
 def _body(spec: Codes, split: Split, x: Array, *, order: Order) -> list[Array]:
     """`(x,) -> ([q,] [qt,] scale ())`."""
-    matrix, every, order = _matrix(spec, x), range(x.ndim), order if x.size else PLAIN
+    matrix, every = _matrix(spec, x), range(x.ndim)
     if not any(split.axes):
         return _restored(spec, x, quantize_kernel(spec, matrix, order=order))
     (maximum,) = amax_kernel(spec, matrix, order=order)
