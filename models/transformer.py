@@ -258,7 +258,7 @@ def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding, words:
     bytes. The gradient sums a token's occurrences in float32 (float64), and is the table's dtype.
     """
     known, x = _known_rows(tokens, table.astype(dtype), dtype, sharding, words)
-    return jnp.where(known, x, jnp.nan)
+    return jnp.where(known, x, (one := known.astype(dtype)) / one)  # 0 / 0 is NaN
 
 
 @_look_up.defjvp

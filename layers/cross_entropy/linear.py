@@ -270,7 +270,8 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
                 f"{'' if ignore is None else f', or ignore={ignore}'}; got {wrong[0]}"
             )
         ignored = jnp.asarray(host == ignore)  # also one of 64 bits, of which JAX may drop half
-    mask = jnp.where(ignored, 0, jnp.where(known, 1, jnp.nan))
+    # 0 / 0 where it is wrong: under jax.debug_nans the constant itself would be an error.
+    mask = jnp.true_divide(known & ~ignored, known | ignored)
     return jnp.where(known & ~ignored, given, -1).astype(jnp.int32), mask
 
 

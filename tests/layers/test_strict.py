@@ -21,6 +21,8 @@ from normfuse import (
 )
 from normfuse.models import PRESETS
 from normfuse.models.attention import KeyValue, attend, rope_table, rotate
+from normfuse.models.sharding import Sharding
+from normfuse.models.transformer import embed
 
 f16, bf16, f32 = jnp.float16, jnp.bfloat16, jnp.float32
 ones = jnp.ones
@@ -59,9 +61,8 @@ def of_layers(x, kernel, bias, quantization):
     yield f"gated_product{name}", call, (x, kernel, bias)
     call = lambda x, k: linear_cross_entropy(x, k, LABELS, **options)
     yield f"linear_cross_entropy{name}", call, (x, kernel)
-    call = lambda x, k, w: linear_cross_entropy(
-        x, k, LABELS, weights=w, ignore=3, softcap=30.0, z_loss=1e-3, **options
-    )
+    more = options | {"ignore": 3, "softcap": 30.0, "z_loss": 1e-3}
+    call = lambda x, k, w: linear_cross_entropy(x, k, LABELS, weights=w, **more)
     yield f"linear_cross_entropy, weights{name}", call, (x, kernel, ones(16))
 
 
@@ -105,6 +106,7 @@ def table():
     for quantization in (None, "fp8"):
         yield from of_fuse(x, ones((16, 2048), f16), quantization)
     yield "elementwise", lambda x, g: gated(x, g, limit=jnp.float32(2.0)), (x, x[0])
+    yield "embed", lambda table: embed(IDS, table, "float16", Sharding()), (x,)
 
 
 def loss(call):
@@ -124,3 +126,5 @@ def test_every_op_under_strict_settings(call, args):
 
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.jit(run).lower(*args)
+        with jax.debug_nans(True):
+            call(*args)
