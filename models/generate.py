@@ -71,8 +71,7 @@ def generate(
     # Padded to a power of two, so that prompts of many lengths share few programs.
     padded = min(1 << (int(lengths.max()) - 1).bit_length(), limit)
     tokens = np.stack([np.pad(row.astype(np.int32), (0, padded - len(row))) for row in rows])
-    equal = (lengths == lengths[0]).all()  # then the cache is written at one position
-    filled = lengths[0] if equal else lengths
+    filled = lengths[0] if (lengths == lengths[0]).all() else lengths  # one place in the cache
     run = _compiled(model, num_tokens, top_k)
     limits = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
     return np.asarray(run(params, tokens, filled, *limits, jax.random.key(seed)))

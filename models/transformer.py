@@ -81,6 +81,8 @@ class Transformer:
     def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it.
 
+        Where the cache has no room for all of them the logits are NaN.
+
         Raises:
           ValueError: for a quantized model: a scale of several tokens would let a token's logits
             depend on later ones.
@@ -90,8 +92,9 @@ class Transformer:
                 f"decode: the model has quantization={self.config.quantization!r}; build it with "
                 "quantization=None, which has the same parameters, as Functional.decode does"
             )
-        x, cache = _hidden(self, tokens, cache, None)
-        return _logits(self, x), cache
+        x, present = _hidden(self, tokens, cache, None)
+        fits = jnp.reshape(present.length, (-1, 1, 1)) <= cache.layers[0].keys.shape[1]
+        return _or_nan(fits, _logits(self, x)), present
 
 
 def _logits(model: Transformer, x: Array) -> Array:
@@ -250,6 +253,11 @@ def embed(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:
     return _look_up(tokens, table, dtype, sharding, P(words or None, None))
 
 
+def _or_nan(valid: Array, x: Array) -> Array:
+    """Returns x, and 0 / 0 where it is not valid: to `jax.debug_nans` the constant is an error."""
+    return jnp.where(valid, x, (one := valid.astype(x.dtype)) / one)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding, words: P) -> Array:
     """The table's rows, rounded before they move between devices, not after.
@@ -258,7 +266,7 @@ def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding, words:
     bytes. The gradient sums a token's occurrences in float32 (float64), and is the table's dtype.
     """
     known, x = _known_rows(tokens, table.astype(dtype), dtype, sharding, words)
-    return jnp.where(known, x, (one := known.astype(dtype)) / one)  # 0 / 0 is NaN
+    return _or_nan(known, x)
 
 
 @_look_up.defjvp

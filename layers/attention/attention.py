@@ -206,9 +206,8 @@ def _order(implementation: Implementation) -> Order:
     if implementation is None:  # of NORMFUSE_IMPLEMENTATION's names only "xla" is ours too
         return BLOCKS if requested(None)[:1] == ["xla"] else BEST
     names = requested(implementation, argument=f"{_OP}: implementation", known=("cudnn", "xla"))
-    if names[0] == "xla":
-        return BLOCKS
-    return CUDNN_OR_BLOCKS if "xla" in names else CUDNN
+    by_cudnn = CUDNN_OR_BLOCKS if "xla" in names else CUDNN
+    return BLOCKS if names[0] == "xla" else by_cudnn
 
 
 # ---------------------------------------------------------------- operands that go together
@@ -254,9 +253,7 @@ def _operands(q: Array, k: Array, v: Array, *extras: Array) -> list[Any]:
 def _joined(out: Array) -> Array:
     """Returns the operation's result as `(batch, length, heads, width)`."""
     batch, length, heads, group, width = out.shape
-    spec = P(*[None] * 5)
-    if _is_explicit(out):
-        spec = P(*whole(jax.typeof(out).sharding.spec, 5))
+    spec = P(*whole(jax.typeof(out).sharding.spec, 5))
     every = (*axes_of(spec[2]), *axes_of(spec[3])) or None
     return _reshaped(
         out, out, spec, (batch, length, heads * group, width), P(spec[0], None, every, None)

@@ -26,7 +26,6 @@ from .spec import Dimensions, Dims, Numbers, Spec, numbers, spread
 # user's are smaller. From so many on, blocks serve: their memory is linear.
 _MOST_MADE = 2**28
 
-
 # JAX replaces hidden scores by this number: cuDNN subtracts larger ones wrongly.
 _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
@@ -564,5 +563,4 @@ def _evaluate(call: _Call, qkv: Sequence[Array], dout: Array, rule: Any) -> list
 
 
 def _is_forward_kernel(eqn: Any) -> bool:
-    name, results = eqn.primitive.name, len(eqn.outvars)
-    return name.startswith("dot_product_attention_fwd") and results == 2
+    return eqn.primitive.name.startswith("dot_product_attention_fwd") and len(eqn.outvars) == 2

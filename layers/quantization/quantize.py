@@ -280,7 +280,6 @@ def code_types(codes: Codes, rows: int, columns: int) -> list[jax.ShapeDtypeStru
 
 INPUTS = ("float32", "bfloat16", "float16")
 
-
 MULTIPLE = 16  # cuBLASLt's FP8 products need multiples of it in every dimension
 
 

@@ -43,6 +43,7 @@ def test_decoding_piece_by_piece_gives_the_logits_of_the_whole(model, params, ap
         logits, cache = decode(params, part, cache)
         pieces.append(logits)
     assert cache.length == 16
+    assert np.isnan(decode(params, tokens[:, :5], cache)[0]).all()  # it has room for 4
     error = np.abs(np.concatenate(pieces, axis=1) - whole).max()
     assert error < 50 * 2**-24 * np.abs(whole).max()  # other shapes, so other orders of summation
 
