@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(config, items):
         from normfuse.layers.norm import cuda
 
         cuda.PLAIN_ELEMENTS = 0
+    else:  # traces are many objects, of which few are garbage: looking for it took a twentieth
+        gc.set_threshold(20_000, 20, 20)
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
