@@ -30,8 +30,6 @@ def pytest_collection_modifyitems(config, items):
         from normfuse.layers.norm import cuda
 
         cuda.PLAIN_ELEMENTS = 0
-    else:  # traces are many objects, of which few are garbage: looking for it took a twentieth
-        gc.set_threshold(20_000, 20, 20)
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
@@ -45,7 +43,8 @@ def pytest_collection_finish():
     """Keeps modules and tests out of garbage collections, a tenth of the time otherwise."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    if jax.default_backend() != "gpu":  # where arrays in cycles would keep its memory
+        gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
