@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cross_entropy.linear import best_words, linear_cross_entropy
+from ..cross_entropy.linear import best_words, linear_cross_entropy, match_spec
 from ..cross_entropy.op import aligned_words
 from ..quantization.quantize import fits
 from .attention import MASKED, times
@@ -226,7 +226,11 @@ class Loss(Site):
         assert self.hidden is not None
         labels = self._words(read, place)
         within = jnp.clip(labels, 0, self.vocabulary - 1)
-        hidden = jnp.asarray(self.hidden[0])[within]
+        of_words, sharding = jnp.asarray(self.hidden[0]), jax.typeof(within).sharding
+        explicit = sharding if sharding.mesh.explicit_axes else None
+        if explicit is not None:
+            of_words = match_spec(of_words, within, jax.P(None))
+        hidden = of_words.at[within].get(out_sharding=explicit)
         return hidden if self.outside.endswith(("clip", "drop")) else hidden & (labels == within)
 
     def _replaced(self, read: Any, place: Any, picked: Any, less: Any) -> Any:

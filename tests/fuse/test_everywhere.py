@@ -260,8 +260,8 @@ def simple_loss(params, x, y):
     x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(s, axis=-1), v) @ p["o"]
     h = rms(x, p["b"])
     x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
-    z = x @ params["head"]
-    hot = jax.nn.one_hot(y, V)
+    z = jnp.where(jnp.arange(V) < V - 3, x @ params["head"], -1e9)
+    hot = jax.nn.one_hot(jnp.minimum(y, V - 4), V)
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(z) * hot, -1))
 
 
