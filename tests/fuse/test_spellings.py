@@ -59,8 +59,8 @@ ORDERS = {  # shapes, scores, values
 }
 for name, (shapes, scores, values) in ORDERS.items():
     keep = (lambda: causal()[:, None, None]) if "last" in name else causal
-    low = name in ("one key head", "grouped")
-    attention(name, masked(keep=keep), scores=scores, values=values, shapes=shapes, low=low)
+    options = {"scores": scores, "values": values, "shapes": shapes, "low": name == "grouped"}
+    attention(name, masked(keep=keep), **options)
 
 attention(
     "keys first in the scores",
@@ -170,7 +170,7 @@ MASKS = {
     "alibi": alibi,
 }
 for name, mask in MASKS.items():
-    attention(f"mask, {name}", mask, low=name in ("window", "two"))
+    attention(f"mask, {name}", mask, low=name == "window")
 
 SEEN = np.random.default_rng(0).random((B, T, T)) < 0.6
 SEGMENTS = np.array([[0] * 5 + [1] * 11, [0] * 3 + [1] * 4 + [2] * 9])
