@@ -58,12 +58,12 @@ def generate(
         ),
         (_counts(num_tokens), f"num_tokens={num_tokens} must be an integer of at least 1."),
         (
-            num_tokens <= limit - lengths.max(),
+            _counts(num_tokens) and num_tokens <= limit - lengths.max(),
             f"a prompt of {lengths.max()} tokens and num_tokens={num_tokens} exceed "
             f"max_seq_len={limit}. Shorten either.",
         ),
         (0 <= temperature < np.inf, f"temperature={temperature} must be finite and not negative."),
-        (top_k is None or _counts(top_k), f"top_k={top_k} must be an integer of at least 1."),
+        (top_k is None or _counts(top_k), f"top_k={top_k} must be None or an integer above 0."),
         (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1, or None."),
     ):
         if not valid:

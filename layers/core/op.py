@@ -69,8 +69,8 @@ class Split:
 class Op:
     """An operation on global arrays, in functions of its `spec`.
 
-    That is a frozen dataclass of all that is known when the operation is traced; its `op` is the
-    function the user called, for errors.
+    That is hashable, and all that is known when the operation is traced; that of an operation with
+    a body or `before` has the function the user called, for errors, as its `op`.
 
     Attributes:
       name: the primitive is `normfuse_<name>`.

@@ -132,7 +132,7 @@ def test_draws_have_the_probabilities_asked_for(options, expected):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([[1, 2]], {"num_tokens": 0}, "num_tokens=0 must be an integer of at least 1"),
+        ([[1, 2]], {"num_tokens": "5"}, "num_tokens=5 must be an integer of at least 1"),
         ([[1, 2]], {"num_tokens": 63}, "exceed max_seq_len=64"),
         ([1, 2], {}, "prompt must be integers of shape (batch, seq)"),
         ([[]], {}, "prompt must be integers of shape (batch, seq)"),
@@ -144,7 +144,7 @@ def test_draws_have_the_probabilities_asked_for(options, expected):
         ([[1]], {"num_tokens": 10**30}, f"num_tokens={10**30} exceed max_seq_len"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0 must be finite"),
         ([[1]], {"temperature": np.nan}, "temperature=nan must be finite"),
-        ([[1]], {"top_k": 2.5}, "top_k=2.5 must be an integer of at least 1"),
+        ([[1]], {"top_k": 2.5}, "top_k=2.5 must be None or an integer above 0"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0"),
     ],
 )
