@@ -7,10 +7,10 @@ finds every value that chooses:
   NaN and infinities do not. An activation that is written by a comparison keeps its product, too.
 - All that computes an array from elements or sums of its operands is followed, and so are calls,
   scans, branches, and users' own derivatives: an operand chooses if a result does.
-- Products with what is stored end the search: their results are asked by themselves. Else a token
-  that is chosen from logits would hold every layer before them. So do convolutions and kernels of
-  attention. A product of two arrays that are computed, example by example, as scores that choose
-  the keys of a sparse attention, is followed; what attends goes through another product.
+- Products with parameters end the search: their results are asked by themselves. Else a token that
+  is chosen from logits would hold every layer before them. So do convolutions and kernels of
+  attention. A product of two arrays that are computed, as scores that choose the keys of a sparse
+  attention, is followed; what attends goes through another product.
 - What no list here has cannot be followed, and counts as a choice.
 """
 
@@ -95,7 +95,8 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
         return
     if name == "dot_general":
         _, (batch, _) = equation.params["dimension_numbers"]
-        if not batch or any(_is_stored(g, v) for v in ins):
+        sides = (ins, ins[::-1])
+        if any(_is_stored(g, v) or not batch and _is_kernel(g, v, by) for v, by in sides):
             return
     if name in COMPARED and (ins[0] == ins[1] or any(map(is_infinite, ins))):
         return
@@ -119,6 +120,15 @@ def _is_stored(g: Program, v: int) -> bool:
     """Tells if a value is an operand of the program, or a constant, laid out anew, cast or cut."""
     made, _ = g.made(g.root(v, lambda made: made.name in (*_LAID_OUT, "slice", "dynamic_slice")))
     return made is None or not made.ins
+
+
+def _is_kernel(g: Program, v: int, other: int) -> bool:
+    """Tells if a value is computed from parameters alone, as a kernel with LoRA is."""
+    own, others = (g.made_of.get(u, frozenset()) for u in (v, other))
+    most, of_all = (max((o.matrices for o in made_of), default=0) for made_of in (own, others))
+    if not own or any(o.is_data for o in own):
+        return False
+    return len(own) == 1 if own.isdisjoint(others) else own < others and 1 < most == of_all
 
 
 def _unknown(name: str) -> str:

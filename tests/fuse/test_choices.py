@@ -45,20 +45,16 @@ def of_user_backwards(z):
 of_user_backwards.defvjp(lambda z: (of_user_backwards(z), None), lambda _, g: (g,))
 
 
-def carried(x, w):
-    step = lambda carry, part: (carry + jnp.sin(part) @ w, None)
-    return lax.scan(step, jnp.zeros((R // 2, X)), x.reshape(2, R // 2, W))[0]
-
-
 ROUTERS = {  # functions of x, the router's kernel and a vector
     "top_k": lambda x, w, b: of_best(x @ w),
-    "sigmoid": lambda x, w, b: of_best(sigmoid(x @ w)),
     "bias": lambda x, w, b: of_best(x @ w + b),
     "softmax": lambda x, w, b: of_best(softmax(x @ w)),
     "norm": lambda x, w, b: of_best((s := x @ w) / jnp.linalg.norm(s, axis=-1, keepdims=True)),
     "keys of a sparse attention": lambda x, w, b: lax.top_k(
         jnp.einsum("btd,bsd->bts", *[(x @ w).reshape(2, R // 2, X)] * 2), 2
     )[0],
+    "keys of one example": lambda x, w, b: lax.top_k((s := jnp.sin(x @ w)) @ s.T, 2)[1],
+    "sums by constants": lambda x, w, b: lax.top_k(jnp.tri(R, dtype=f32) @ (x @ w), 2)[1],
     "argsort": lambda x, w, b: jnp.asarray(EXPERTS)[jnp.argsort(sigmoid(x @ w))[:, -1]],
     "one-hot": lambda x, w, b: jax.nn.one_hot(jnp.argmax(x @ w + b, -1), X) @ EXPERTS,
     "threshold": lambda x, w, b: jnp.where(sigmoid(x @ w) > 0.5, 1.0, 0.0) @ EXPERTS,
@@ -78,7 +74,6 @@ ROUTERS = {  # functions of x, the router's kernel and a vector
     "out of a scan": lambda x, w, b: of_best(
         b + lax.scan(lambda c, x: (c, x @ w), 0.0, x.reshape(2, R // 2, W))[1]
     ),
-    "carried by a scan": lambda x, w, b: of_best(carried(x, w)),
     "chosen in the next turn": lambda x, w, b: lax.scan(
         lambda c, _: ((c[1], sigmoid(x @ w), of_best(c[0])), None),
         (jnp.zeros((R, X)), jnp.zeros((R, X)), jnp.zeros((R, W))),
@@ -144,6 +139,13 @@ def test_no_choice_leaves_it_in_fp8(name):
     assert [row.served for row in fused.rows if row.domain == "product"][:1] == ["dense, fp8"], (
         fused
     )
+
+
+def test_a_computed_kernel_ends_the_search():
+    function = lambda m, x: jnp.argmax(jnp.sin(x @ m[0]) @ (m[1] + m[2] @ m[1]), -1)
+    fused = fuse_cases.Fused(function, quantization="fp8")
+    jax.eval_shape(fused, draws(*[(W, W)] * 3), *draws((R, W)))
+    assert "dense, fp8" in [row.served for row in fused.rows], fused
 
 
 # ---------------------------------------------------------------- products of ours
