@@ -9,13 +9,13 @@ finds every value that chooses:
   scans, branches, and users' own derivatives: an operand chooses if a result does.
 - Products with parameters end the search: their results are asked by themselves. Else a token that
   is chosen from logits would hold every layer before them. So do convolutions and kernels of
-  attention. A product of two arrays that are computed, as scores that choose the keys of a sparse
-  attention, is followed; what attends goes through another product.
+  attention. A product of two arrays that are computed is followed, as scores that choose the keys
+  of a sparse attention; what attends goes through another product.
 - What no list here has cannot be followed, and counts as a choice.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,17 +41,16 @@ _LAID_OUT = frozenset(
     (*MOVED, *UNCHANGED, "copy_p", "reduce_precision", "reshard", "stop_gradient")
 )
 _FOLLOWED = _LAID_OUT | frozenset(
-    "complex conj imag real "
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
-    "asin asinh atan atan2 atanh cbrt clamp concatenate cos cosh cumlogsumexp cummax cummin "
-    "cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv erfc "
-    "exp exp2 expm1 fft gather integer_pow lgamma log log1p logistic max mesh_cast min mul neg "
-    "optimization_barrier "
-    "pad pbroadcast pmax pmin pow ppermute psum psum2 psum_invariant psum_scatter reduce_max "
-    "reduce_min reduce_prod reduce_scatter reduce_sum reduce_window reduce_window_max "
-    "reduce_window_min reduce_window_sum rev rsqrt scatter scatter-add scatter-max scatter-min "
-    "scatter-mul scatter_add scatter_max scatter_min scatter_mul select_and_scatter_add select_n "
-    "sin sinh slice split sqrt square stack sub tan tanh tile unstack".split()
+    "asin asinh atan atan2 atanh cbrt clamp complex concatenate conj cos cosh cumlogsumexp cummax "
+    "cummin cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv "
+    "erfc exp exp2 expm1 fft gather imag integer_pow lgamma log log1p logistic max mesh_cast min "
+    "mul neg optimization_barrier pad pbroadcast pmax pmin pow ppermute psum psum2 psum_invariant "
+    "psum_scatter real reduce_max reduce_min reduce_prod reduce_scatter reduce_sum reduce_window "
+    "reduce_window_max reduce_window_min reduce_window_sum rev rsqrt scatter scatter-add "
+    "scatter-max scatter-min scatter-mul scatter_add scatter_max scatter_min scatter_mul "
+    "select_and_scatter_add select_n sin sinh slice split sqrt square stack sub tan tanh tile "
+    "unstack".split()
 )
 
 
@@ -95,8 +94,7 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
         return
     if name == "dot_general":
         _, (batch, _) = equation.params["dimension_numbers"]
-        sides = (ins, ins[::-1])
-        if any(_is_stored(g, v) or not batch and _is_kernel(g, v, by) for v, by in sides):
+        if any(_is_kernel(g, ins, i, batch) for i in (0, 1)):
             return
     if name in COMPARED and (ins[0] == ins[1] or any(map(is_infinite, ins))):
         return
@@ -116,17 +114,18 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
     yield from ((v, why) for v in ins)
 
 
-def _is_stored(g: Program, v: int) -> bool:
-    """Tells if a value is an operand of the program, or a constant, laid out anew, cast or cut."""
-    made, _ = g.made(g.root(v, lambda made: made.name in (*_LAID_OUT, "slice", "dynamic_slice")))
-    return made is None or not made.ins
+def _is_kernel(g: Program, ins: Sequence[int], i: int, batch: Any) -> bool:
+    """Tells if an operand of a product is a parameter, however it lies, or made of them alone.
 
-
-def _is_kernel(g: Program, v: int, other: int) -> bool:
-    """Tells if a value is computed from parameters alone, as a kernel with LoRA is."""
-    own, others = (g.made_of.get(u, frozenset()) for u in (v, other))
+    An array by itself before what is computed is none: a graph's adjacency, as a rule.
+    """
+    v = ins[i]
+    own, others = (g.made_of.get(u, frozenset()) for u in (v, ins[1 - i]))
     most, of_all = (max((o.matrices for o in made_of), default=0) for made_of in (own, others))
-    if not own or any(o.is_data for o in own):
+    made, _ = g.made(g.root(v, lambda made: made.name in (*_LAID_OUT, "slice", "dynamic_slice")))
+    if made is None:
+        return g.number(v) is None and (i == 1 or most != 1)
+    if batch or not own or any(o.is_data for o in own):
         return False
     return len(own) == 1 if own.isdisjoint(others) else own < others and 1 < most == of_all
 

@@ -18,7 +18,7 @@ from normfuse.layers.fuse import losses
 
 R, W, X = 32, 32, 16
 f32 = jnp.float32
-sigmoid, softmax = jax.nn.sigmoid, jax.nn.softmax
+sigmoid = jax.nn.sigmoid
 EXPERTS = np.asarray(draws((X, W))[0])
 KEY = np.asarray([0, 7], np.uint32)
 
@@ -47,23 +47,19 @@ of_user_backwards.defvjp(lambda z: (of_user_backwards(z), None), lambda _, g: (g
 
 ROUTERS = {  # functions of x, the router's kernel and a vector
     "top_k": lambda x, w, b: of_best(x @ w),
-    "bias": lambda x, w, b: of_best(x @ w + b),
-    "softmax": lambda x, w, b: of_best(softmax(x @ w)),
     "norm": lambda x, w, b: of_best((s := x @ w) / jnp.linalg.norm(s, axis=-1, keepdims=True)),
     "keys of a sparse attention": lambda x, w, b: lax.top_k(
         jnp.einsum("btd,bsd->bts", *[(x @ w).reshape(2, R // 2, X)] * 2), 2
     )[0],
     "keys of one example": lambda x, w, b: lax.top_k((s := jnp.sin(x @ w)) @ s.T, 2)[1],
     "sums by constants": lambda x, w, b: lax.top_k(jnp.tri(R, dtype=f32) @ (x @ w), 2)[1],
+    "neighbours of a graph": lambda x, w, b: lax.top_k(x[:, :R] @ (x @ w), 2)[1],
+    "sums by ones": lambda x, w, b: jnp.argmax((x @ w) ** 2 @ jnp.ones((X, 1)) - 20 * b, -1),
     "argsort": lambda x, w, b: jnp.asarray(EXPERTS)[jnp.argsort(sigmoid(x @ w))[:, -1]],
     "one-hot": lambda x, w, b: jax.nn.one_hot(jnp.argmax(x @ w + b, -1), X) @ EXPERTS,
     "threshold": lambda x, w, b: jnp.where(sigmoid(x @ w) > 0.5, 1.0, 0.0) @ EXPERTS,
     "of a complex number": lambda x, w, b: lax.top_k(jnp.real((x @ w) * (1 + 1j)), 2)[1],
     "times a threshold": lambda x, w, b: ((x @ w) * (x @ w > 0.7)) @ EXPERTS,
-    "the largest": lambda x, w, b: ((s := sigmoid(x @ w)) == s.max(-1, keepdims=True)).astype(f32),
-    "straight through": lambda x, w, b: (
-        (s := sigmoid(x @ w)) + lax.stop_gradient((s > 0.5).astype(f32) - s)
-    ),
     "categorical": lambda x, w, b: jnp.asarray(EXPERTS)[jax.random.categorical(KEY, x @ w / 0.7)],
     "cond": lambda x, w, b: lax.cond((x @ w).mean() > 0, jnp.sin, jnp.cos, x),
     "integers": lambda x, w, b: (X * sigmoid(x @ w)).astype(jnp.int32).astype(f32),
@@ -122,7 +118,6 @@ PLAIN = {
     "dropout": lambda z: jnp.where(jax.random.bernoulli(KEY, 0.9, z.shape), z / 0.9, 0),
     "of a user's own derivative": of_user_backwards,
     "a linear recurrence": lambda z: lax.scan(lambda c, x: (0.9 * c + x, c), z[0], z)[1],
-    "attention": lambda z: jax.nn.dot_product_attention(*[z.reshape(1, R, 4, 8)] * 3),
     "added at indices": lambda z: jnp.zeros((8, W)).at[np.arange(R) % 8].add(z),
     "attention, then logits": lambda z: jnp.argmax(
         jax.nn.dot_product_attention(*[z.reshape(1, R, 4, 8)] * 3).reshape(R, W) @ EXPERTS.T, -1
