@@ -188,6 +188,8 @@ def _simplest(
         return _packed(capability, spec, run, whole, operands, dims)
     if "mask" not in spec.dims:
         return whole(*operands)
+    # Of a constant XLA would compute all that follows while it compiles: 100 s for 2048 x 2048.
+    extras[-1] = lax.optimization_barrier(extras[-1])
     d, simple, along = numbers(q.ndim), replace(spec, extras=spec.extras[:-1]), {*spec.dims["mask"]}
     square = {d.length, d.keys} <= along and q.shape[-4] == k.shape[-3]
     seen = spread(extras[-1], spec.dims["mask"], d.scores)

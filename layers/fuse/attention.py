@@ -353,6 +353,8 @@ def attend(q, k, v, bias, mask, *, number, adds, infinite, empty, causal, window
     from ..attention import attention
 
     plain = functools.partial(attention, causal=causal, window=window, **scores)
+    # Of a constant XLA would compute what follows while it compiles.
+    mask = None if mask is None else jax.lax.optimization_barrier(mask)
     seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
     if causal:
         behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
