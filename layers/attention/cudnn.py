@@ -384,9 +384,11 @@ class _Call:
         self.operands, self._seen = [] if mask is None else [mask], mask
         if self.has_bias:
             bias = self._whole(given["bias"], spec.dims["bias"])
-            finite = bias != -jnp.inf  # or NaN
+            # XLA would compute with constants while it compiles, for minutes, if it knew these.
+            known = [jnp.asarray(n, bias.dtype) for n in (-jnp.inf, _HIDDEN[bias.dtype.name])]
+            least, hidden = lax.optimization_barrier(known)
+            finite = bias != least  # or NaN
             self._seen = finite if mask is None else mask & finite
-            hidden = jnp.asarray(_HIDDEN[bias.dtype.name], bias.dtype)
             bias = jnp.maximum(bias, hidden)
             self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
 

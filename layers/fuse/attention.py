@@ -353,13 +353,14 @@ def attend(q, k, v, bias, mask, *, number, adds, infinite, empty, causal, window
     from ..attention import attention
 
     plain = functools.partial(attention, causal=causal, window=window, **scores)
-    # Of a constant XLA would compute what follows while it compiles.
-    mask = None if mask is None else jax.lax.optimization_barrier(mask)
+    # Of constants alone XLA would compute what follows while it compiles, for minutes.
+    mask, least = jax.lax.optimization_barrier((mask, jnp.float32(-jnp.inf)))
+    is_finite = lambda bias: bias > least.astype(bias.dtype)
     seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
     if causal:
         behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
         seen = seen & (behind >= 0) & (behind < (window or k.shape[1]))
-    shown = seen & (bias > -jnp.inf) if infinite else seen
+    shown = seen & is_finite(bias) if infinite else seen
     rows = lambda x: jnp.any(x, -1, keepdims=True).swapaxes(1, 2)
     sees, some = rows(seen), rows(shown)
     wide = jnp.promote_types(v.dtype, jnp.float32)
@@ -404,7 +405,7 @@ def attend(q, k, v, bias, mask, *, number, adds, infinite, empty, causal, window
         mask = None if mask is None else mask | ~jnp.any(seen, -1, keepdims=True)
         if not infinite:
             return plain(q, k, v, bias=bias, mask=mask)
-        specific |= jnp.all(bias > -jnp.inf)
+        specific |= jnp.all(is_finite(bias))
     return jax.lax.cond(specific, usual, jax.checkpoint(general), q, k, v, bias, mask)
 
 
