@@ -199,7 +199,10 @@ class Loss(Site):
         if self.sum:
             y = y + self.sum * self._totals(read)
         if self.entropy:
-            y = y + self.entropy * entropy[0]
+            bias, kept = self._bias(read), 1
+            if bias is not None and self.of.softcap is None:  # theirs: 0 times a logit of -inf
+                kept = jnp.where(jnp.any(bias == -jnp.inf), jnp.nan, 1)
+            y = y + self.entropy * entropy[0] * kept
         y = jax.lax.stop_gradient(y) if self.form.stopped else y
         for w, value in factors:
             y = jnp.where(value == w.keep, y, 0) if w.select else y * value
