@@ -94,7 +94,7 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
         return
     if name == "dot_general":
         _, (batch, _) = equation.params["dimension_numbers"]
-        if any(_is_kernel(g, ins, i, batch) for i in (0, 1)):
+        if _is_kernel(g, ins, 1, batch) or _is_kernel(g, ins, 0, batch):
             return
     if name in COMPARED and (ins[0] == ins[1] or any(map(is_infinite, ins))):
         return
@@ -120,11 +120,13 @@ def _is_kernel(g: Program, ins: Sequence[int], i: int, batch: Any) -> bool:
     An array by itself before what is computed is none: a graph's adjacency, as a rule.
     """
     v = ins[i]
+    made, _ = g.made(g.root(v, lambda made: made.name in (*_LAID_OUT, "slice", "dynamic_slice")))
+    if made is None and i == 1:
+        return g.number(v) is None
     own, others = (g.made_of.get(u, frozenset()) for u in (v, ins[1 - i]))
     most, of_all = (max((o.matrices for o in made_of), default=0) for made_of in (own, others))
-    made, _ = g.made(g.root(v, lambda made: made.name in (*_LAID_OUT, "slice", "dynamic_slice")))
     if made is None:
-        return g.number(v) is None and (i == 1 or most != 1)
+        return g.number(v) is None and most != 1
     if batch or not own or any(o.is_data for o in own):
         return False
     return len(own) == 1 if own.isdisjoint(others) else own < others and 1 < most == of_all

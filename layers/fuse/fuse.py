@@ -285,8 +285,8 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
     activations = Activations(program)
     read = (scores, SCORES), (parts, norms.RULES), (activations, ACTIVATIONS)
     for equation in program.equations:
-        dtypes = [program.avals[v].dtype for v in equation.outs]
-        if len(dtypes) != 1 or not jnp.issubdtype(dtypes[0], jnp.floating):
+        first = program.avals[equation.outs[0]] if len(equation.outs) == 1 else None
+        if first is None or not jnp.issubdtype(first.dtype, jnp.floating):
             continue
         for domain, names in read:
             try:

@@ -437,7 +437,7 @@ class Program:
     def all_programs(self) -> Iterator["Program"]:
         """Yields this program and those of all bodies within it, but for what nothing reads."""
         yield self
-        live = self.needed(self.results, {}, self.sites)
+        live = self.needed(self.results, {}, self.sites) if self.bodies else set()
         for equation, bodies in self.bodies.items():
             for body in bodies.values() if equation.eqn.effects or {*equation.outs} & live else ():
                 yield from body.all_programs()
