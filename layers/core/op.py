@@ -161,7 +161,6 @@ class Op:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        leads, entries = self._leads(spec), {}
         types = self.types(spec, *operands) if self.types else None
         if types and self.dims is None:
             return list(types)
@@ -169,7 +168,8 @@ class Op:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         if types is None:
             types = result_types(self.plain, spec, tuple([(a.shape, a.dtype) for a in operands]))
-        inputs, outputs = self.dims(spec, *[operands[lead].ndim for lead in leads])
+        inputs, outputs = self._dims(spec, operands)
+        leads, entries = self._leads(spec), {}
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
         like = operands[leads[0]]

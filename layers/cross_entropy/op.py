@@ -279,20 +279,20 @@ def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
     return _Part(split.over([x.ndim + 1]), w.shape[1 - spec.contract])
 
 
-def aligned_words(words: int, softcap: float | None) -> int:
+def aligned_words(words: int, softcap: float | None, smoothing: float = 0.0) -> int:
     """Returns how many words a device computes with, of so many: a multiple of 16, if it can.
 
     Products of other sizes are slower, and in FP8 there are none. Words that no row has are kept
-    out by a bias of -inf, which a soft cap would bring back.
+    out by a bias of -inf, which a soft cap would bring back, and label smoothing adds to the loss.
     """
-    return words if words < _FEW_WORDS or softcap is not None else -(-words // MULTIPLE) * MULTIPLE
+    few = words < _FEW_WORDS
+    return words if few or softcap is not None or smoothing else -(-words // MULTIPLE) * MULTIPLE
 
 
 def _aligned(spec: Spec, w: Array, bias: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     """Returns the kernel and the bias of `aligned_words`."""
     words = w.shape[1 - spec.contract]
-    more = aligned_words(words, spec.softmax.softcap) - words
-    if not more or spec.softmax.smoothing:  # it adds the logits of all words to the loss
+    if not (more := aligned_words(words, spec.softmax.softcap, spec.softmax.smoothing) - words):
         return w, bias
     w = jnp.pad(w, [(0, more * (axis != spec.contract)) for axis in range(2)])
     of_words = bias[0] if bias else jnp.zeros(words, spec.logits)

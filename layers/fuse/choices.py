@@ -40,6 +40,7 @@ _MULTIPLY = "attention", "cross_entropy", "product", "tangent"
 _LAID_OUT = frozenset(
     (*MOVED, *UNCHANGED, "copy_p", "reduce_precision", "reshard", "stop_gradient")
 )
+_PARTS = _LAID_OUT | {"slice", "dynamic_slice"}
 _FOLLOWED = _LAID_OUT | frozenset(
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
     "asin asinh atan atan2 atanh cbrt clamp complex concatenate conj cos cosh cumlogsumexp cummax "
@@ -120,7 +121,7 @@ def _is_kernel(g: Program, ins: Sequence[int], i: int, batch: Any) -> bool:
     An array by itself before what is computed is none: a graph's adjacency, as a rule.
     """
     v = ins[i]
-    made, _ = g.made(g.root(v, lambda made: made.name in (*_LAID_OUT, "slice", "dynamic_slice")))
+    made, _ = g.made(g.root(v, lambda made: made.name in _PARTS))
     if made is None and i == 1:
         return g.number(v) is None
     own, others = (g.made_of.get(u, frozenset()) for u in (v, ins[1 - i]))

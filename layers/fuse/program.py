@@ -558,8 +558,7 @@ _NEVER_MERGED = ("optimization_barrier", "rng_uniform", *_WITH_BODIES)
 
 
 def is_precise(product: Equation, wide: bool = False) -> bool:
-    """Tells if a product, with `wide` one of more than 16 bits, asks for a precision of its own, or
-    for an algorithm."""
+    """Tells if a product asks for a precision or an algorithm; if `wide`, beyond 16 bits alone."""
     if wide and all(v.aval.dtype.itemsize <= 2 for v in product.eqn.invars):
         return False
     asked = product.params["precision"]
