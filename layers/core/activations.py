@@ -21,7 +21,7 @@ class Scalar:
     # The definition, `template <typename T> __device__ T name(T x, T parameter, ...)`, for T float
     # and double. It may call CUDA's math functions and those of `kernels/scalar.cuh`.
     source: str
-    derivative: str  # likewise `name_derivative`
+    derivative: str  # likewise, with _derivative after its name
     # The definition in JAX, which forward mode and higher orders differentiate.
     function: Callable[..., Array] = dataclasses.field(repr=False)
     parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of the constants that follow x

@@ -343,7 +343,7 @@ on_unused_results(op.primitive, _drop_qt)
 class Normalised(NamedTuple):
     """`y ≈ scale · decoded(q)`, and the arrays that the norm's gradient needs."""
 
-    # q, qt, scale: as in `op.Quantized`.
+    # q, qt, scale: as in `Quantized`.
     q: Any
     qt: Any
     scale: Array
