@@ -1,3 +1,4 @@
 """Attention, without an array of length times length."""
 
 from .attention import attention as attention
+from .serving import served_by as served_by

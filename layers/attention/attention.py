@@ -41,6 +41,9 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
+    lengths: Array | tuple[Array, Array] | None = None,
+    dropout_mask: Array | None = None,
+    dropout_rate: float = 0.0,
     softcap: float | None = None,
     scale: float | None = None,
     dtype: jax.typing.DTypeLike | None = None,
@@ -49,7 +52,8 @@ def attention(
     """Attention, without an array of length times key length.
 
         s_ij = softcap · tanh(scale · q_i · k_j / softcap) + bias_ij
-        out_i = Σ_j p_ij · v_j        p_i = softmax of s_i over the keys that query i sees
+        out_i = Σ_j p_ij · d_ij · v_j     p_i = softmax of s_i over the keys that query i sees
+        d_ij = dropout_mask_ij / (1 - dropout_rate); 1 without a dropout_mask
 
     cuDNN computes it on NVIDIA GPUs where it can: in bfloat16 and float16, with heads of a multiple
     of 8 up to 128, or up to 256 from Hopper GPUs on, without `softcap`. Everywhere else it is
@@ -78,6 +82,12 @@ def attention(
       window: with causal, query i sees keys i - window < j ≤ i.
       segment_ids: `(batch, length)` integers; a query sees keys of its own segment. If the
         lengths differ, a pair: the queries' and the keys', `(batch, key length)`.
+      lengths: `(batch,)` integers; a query sees the first so many keys of its sequence. A pair: the
+        queries', of which later ones see nothing, and the keys'.
+      dropout_mask: bool, True for probabilities that are kept; broadcast like `mask`. Draw it with
+        `jax.random.bernoulli(key, 1 - rate, shape)`, of shape `(1, 1, length, key length)` for one
+        mask of all sequences and heads. A row whose keys are all dropped gives 0.
+      dropout_rate: what is kept is divided by 1 - dropout_rate; at least 0, less than 1.
       softcap: bounds the scores; None for no bound.
       scale: the factor of the scores; None: 1 / √width.
       dtype: the dtype of the products' operands and of the result; None: q's.
@@ -89,10 +99,11 @@ def attention(
       names "attention" and "attention_lse" keeps what the backward needs.
 
     Raises:
-      TypeError: for q, k, v or a bias that are not floating, a mask that is not bool, segment ids
-        that are not integers, or options of a wrong type.
-      ValueError: for shapes that do not fit, a window without causal or below 1, a softcap that is
-        not positive, or an unknown implementation.
+      TypeError: for q, k, v or a bias that are not floating, a mask or dropout mask that is not
+        bool, segment ids or lengths that are not integers, or options of a wrong type.
+      ValueError: for shapes that do not fit, a window without causal or below 1, a dropout rate
+        without a mask or outside [0, 1), a softcap that is not positive, or an unknown
+        implementation.
       NotImplementedError: if `implementation` is "cudnn" and cuDNN cannot serve.
 
     References:
@@ -121,17 +132,26 @@ def attention(
         window=window,
         softcap=checked_softcap(_OP, softcap),
         precision=jax.config.jax_default_matmul_precision,
+        dropout_rate=_rate(dropout_rate, dropout_mask),
     )
     batch, length, heads, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
-    extras = {}
+    scores, extras = (batch, heads, length, keys), {}
     if bias is not None:
         bias = floating(_OP, "bias", bias)
-        extras["bias"] = _four("bias", bias, (batch, heads, length, keys))
+        extras["bias"] = _four("bias", bias, scores)
     if mask is not None:
-        extras["mask"] = _four("mask", _bool(mask), (batch, heads, length, keys))
+        extras["mask"] = _four("mask", _bool("mask", mask), scores)
     if segment_ids is not None:
         ids, others = _segments(segment_ids, (batch, length), (batch, keys))
         extras |= {"segments": ids[:, None, :, None], "key segments": others[:, None, None]}
+    if lengths is not None:
+        is_pair = isinstance(lengths, tuple | list) and len(lengths) == 2
+        pair = lengths if is_pair else (None, lengths)
+        for name, given in zip(("lengths", "key lengths"), pair):
+            if given is not None:
+                extras[name] = _integers("lengths", given, (batch,), "batch,")[:, None, None, None]
+    if dropout_mask is not None:
+        extras["dropout"] = _four("dropout_mask", _bool("dropout_mask", dropout_mask), scores)
     q, k, v, *arrays = _operands(q, k, v, *extras.values())
     spec = replace(spec, extras=tuple((n, dims) for n, (_, dims) in zip(extras, arrays)))
     out, *_ = ops.attention(spec, q, k, v, *[array for array, _ in arrays], order=order)
@@ -170,14 +190,33 @@ def _four(argument: str, array: Array, shape: tuple[int, ...]) -> Array:
     return array if array.ndim == 4 else jnp.expand_dims(array, tuple(range(4 - array.ndim)))
 
 
-def _bool(mask: Any) -> Array:
-    mask = array_of(_OP, "mask", mask)
+def _bool(argument: str, mask: Any) -> Array:
+    mask = array_of(_OP, argument, mask)
     if mask.dtype != bool:
+        true, others = "a key is seen", "numbers to add to the scores as bias, and "
+        if argument != "mask":
+            true, others = "a probability is kept", ""
         raise TypeError(
-            f"{_OP}: mask must be bool, True where a key is seen; got {mask.dtype.name}. Pass "
-            "numbers to add to the scores as bias, and 0 and 1 as mask.astype(bool)"
+            f"{_OP}: {argument} must be bool, True where {true}; got {mask.dtype.name}. Pass "
+            f"{others}0 and 1 as {argument}.astype(bool)"
         )
     return mask
+
+
+def _rate(rate: Any, mask: Any) -> float:
+    """Returns the dropout's rate as a number in [0, 1), of a mask that there is."""
+    number = finite(_OP, "dropout_rate", rate)
+    if not 0 <= number < 1:
+        raise ValueError(
+            f"{_OP}: dropout_rate={rate} must be at least 0 and less than 1: the part of the "
+            "probabilities that dropout_mask drops"
+        )
+    if number and mask is None:
+        raise ValueError(
+            f"{_OP}: dropout_rate={rate} needs a dropout_mask; draw it with "
+            "jax.random.bernoulli(key, 1 - dropout_rate, shape)"
+        )
+    return number
 
 
 def _segments(
@@ -191,15 +230,17 @@ def _segments(
             f"{_OP}: segment_ids must be a pair, of queries and of keys, where the lengths differ: "
             f"{rows[1]} and {keys[1]}"
         )
-    ids, others = (array_of(_OP, "segment_ids", a) for a in given)
-    for array, shape, whose in (ids, rows, "length"), (others, keys, "key length"):
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"{_OP}: segment_ids must be integers, got {array.dtype.name}")
-        if array.shape != shape:
-            raise ValueError(
-                f"{_OP}: segment_ids must be (batch, {whose}), {shape}; got shape {array.shape}"
-            )
-    return ids, others
+    ids = _integers("segment_ids", given[0], rows, "batch, length")
+    return ids, _integers("segment_ids", given[1], keys, "batch, key length")
+
+
+def _integers(argument: str, array: Any, shape: tuple[int, ...], said: str) -> Array:
+    array = array_of(_OP, argument, array)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{_OP}: {argument} must be integers, got {array.dtype.name}")
+    if array.shape != shape:
+        raise ValueError(f"{_OP}: {argument} must be ({said}), {shape}; got shape {array.shape}")
+    return array
 
 
 def _order(implementation: Implementation) -> Order:

@@ -6,6 +6,8 @@ exp(score - m) and the product with the values, and rescales them when a block h
     m' = max(m, max_j s_j)    p_j = exp(s_j - m')    l' = l · exp(m - m') + Σ_j p_j
     acc' = acc · exp(m - m') + Σ_j p_j · v_j         out = acc / l
 
+A dropout's mask multiplies p in the product with the values alone, and out by 1 / (1 - rate).
+
 The backward computes each block's scores again, and p = exp((s - m) - log l) from the saved m and
 log l. These stay apart: where a bias moves all scores of a row far from 0, log l would be lost in
 the rounding of m + log l, and p wrong by a factor.
@@ -54,7 +56,7 @@ def forward(spec: Spec, q: Array, k: Array, v: Array, *extras: Array, gpu: bool 
         after = jnp.maximum(before, jnp.max(s, axis=-1))
         finite = jnp.where(after == -jnp.inf, 0, after)
         p, shrink = jnp.exp(s - finite[..., None]), jnp.exp(before - finite)
-        added = tiles.dot(p.astype(v.dtype), _at(vs, j), -1, -2)
+        added = tiles.dot(tiles.kept(p, i, j).astype(v.dtype), _at(vs, j), -1, -2)
         return (
             _put(most, after, i),
             _put(total, _at(total, i) * shrink + jnp.sum(p, axis=-1), i),
@@ -64,7 +66,7 @@ def forward(spec: Spec, q: Array, k: Array, v: Array, *extras: Array, gpu: bool 
     start = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros(qs.shape, wide)
     most, total, acc = tiles.run(step, start)
     some = jnp.where(total == 0, 1, total)
-    out = tiles.whole_rows((acc / some[..., None]).astype(q.dtype))
+    out = tiles.whole_rows((acc / (some * (1 - spec.dropout_rate))[..., None]).astype(q.dtype))
     if not spec.statistics:
         return [out]
     statistics = jnp.where(total == 0, jnp.inf, most), jnp.log(some)
@@ -74,9 +76,10 @@ def forward(spec: Spec, q: Array, k: Array, v: Array, *extras: Array, gpu: bool 
 def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = False) -> Any:
     """`(q, k, v, *extras, out, m, log l, dout) -> [dq, dk, dv][, dbias]`, this in float32 or wider.
 
-    With dp = dout · v, and ds the gradient of the scores before scale and cap:
+    With dp = d · (dout · v), d the dropout's factor, and ds the gradient of the scores before scale
+    and cap:
 
-        dv_j = Σ_i p_ij · dout_i     ds = p · (dp - Σ out · dout)
+        dv_j = Σ_i p_ij · d_ij · dout_i     ds = p · (dp - Σ out · dout)
         dq_i = scale · Σ_j ds_ij · k_j     dk_j = scale · Σ_i ds_ij · q_i     dbias = ds
     """
     *extras, out, most, log_sum, dout = rest
@@ -84,7 +87,7 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
         return square_gradients(spec, q, k, v, *extras, dout)
     tiles = _Tiles.of(spec, q, k, extras, gpu)
     qs, ks, vs, douts = tiles.rows(q), tiles.keys(k), tiles.keys(v), tiles.rows(dout)
-    wide, weights = tiles.wide, tiles.weights(most, log_sum)
+    wide, weights, keep = tiles.wide, tiles.weights(most, log_sum), 1 - spec.dropout_rate
     along = jnp.sum(tiles.rows(out).astype(wide) * douts.astype(wide), axis=-1)
 
     def step(carry: Any, i: Array, j: Array) -> Any:
@@ -92,13 +95,14 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
         q, k, v, dout = _at(qs, i), _at(ks, j), _at(vs, j), _at(douts, i)
         s, slope = tiles.scores(q, k, i, j)
         p = weights(s, i)
-        ds = p * (tiles.dot(dout, v, -1, -1) - _at(along, i)[..., None])
+        dp = tiles.kept(tiles.dot(dout, v, -1, -1), i, j) / keep
+        ds = p * (dp - _at(along, i)[..., None])
         dbias = [tiles.add_to_bias(d, ds, i, j) for d in dbias]
         ds = (ds * slope * spec.scale).astype(q.dtype)
         return [
             _add(dq, tiles.dot(ds, k, -1, -2), i),
             _add(dk, tiles.dot(ds, q, -2, -2), j),
-            _add(dv, tiles.dot(p.astype(q.dtype), dout, -2, -2), j),
+            _add(dv, tiles.dot(tiles.kept(p, i, j).astype(q.dtype), dout, -2, -2), j),
             *dbias,
         ]
 
@@ -108,7 +112,7 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
         start.append(zeros(tiles.extras["bias"]))
     dq, dk, dv, *dbias = tiles.run(step, start)
     dq = tiles.whole_rows(dq.astype(q.dtype))
-    dk, dv = tiles.whole_keys(dk.astype(k.dtype)), tiles.whole_keys(dv.astype(v.dtype))
+    dk, dv = (tiles.whole_keys(a.astype(k.dtype)) for a in (dk, dv / keep))
     return [dq, dk, dv, *map(tiles.whole_bias, dbias)]
 
 
@@ -139,7 +143,10 @@ def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Ar
     e = jnp.exp(s - most[..., None])
     total = jnp.sum(e, axis=-1)
     some = jnp.where(total == 0, 1, total)
-    p = (e / some[..., None]).astype(v.dtype)
+    p = e / some[..., None]
+    if "dropout" in given:
+        p = jnp.where(given["dropout"], p / (1 - spec.dropout_rate), 0)
+    p = p.astype(v.dtype)
     out = jnp.einsum(f"{batch}kgts,{batch}skw->{batch}tkgw", p, v, **options).astype(q.dtype)
     return out, jnp.where(total == 0, jnp.inf, most), jnp.log(some)
 
@@ -161,8 +168,9 @@ def _seen(spec: Spec, given: dict[str, Array], rows: Array, keys: Array, ndim: i
     """
     parts = []
     rows, keys = (jnp.expand_dims(a, range(ndim - 1)) for a in (rows, keys))
+    rows = jnp.swapaxes(rows, -1, -2)
     if spec.causal:
-        behind = jnp.swapaxes(rows, -1, -2) - keys
+        behind = rows - keys
         parts.append(behind >= 0)
         if spec.window is not None:
             parts.append(behind < spec.window)
@@ -170,6 +178,10 @@ def _seen(spec: Spec, given: dict[str, Array], rows: Array, keys: Array, ndim: i
         parts.append(given["mask"])
     if "segments" in given:
         parts.append(given["segments"] == given["key segments"])
+    if "lengths" in given:
+        parts.append(rows < given["lengths"])
+    if "key lengths" in given:
+        parts.append(keys < given["key lengths"])
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
@@ -281,6 +293,12 @@ class _Tiles:
         dbias = dbias[..., : self.sizes[self.d.length], : self.sizes[self.d.keys]]
         return dbias.reshape([self.sizes[n] for n in self.spec.dims["bias"]])
 
+    def kept(self, p: Array, i: Array, j: Array) -> Array:
+        """Returns a block of probabilities, or of their gradient, with 0 for those dropped."""
+        if "dropout" not in self.extras:
+            return p
+        return jnp.where(self.flat(self.block(self.extras["dropout"], i, j)), p, 0)
+
     # -------------------------------- one block's scores
 
     def dot(self, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
@@ -315,7 +333,7 @@ class _Tiles:
             i * self.rows_ + jnp.arange(self.rows_),
             j * self.keys_ + jnp.arange(self.keys_),
         )
-        hiding = {name: a for name, a in self.extras.items() if name != "bias"}
+        hiding = {n: a for n, a in self.extras.items() if n not in ("bias", "dropout")}
         given = {name: self.block(a, i, j) for name, a in hiding.items()}
         ndim = len(self.d.batch) + 4
         seen = _seen(self.spec, given, rows, keys, ndim)
@@ -361,6 +379,13 @@ class _Tiles:
             least, most = (self._by_block(ids, f, -2) for f in (jnp.min, jnp.max))
             from_, to = (self._by_block(others, f, -1) for f in (jnp.min, jnp.max))
             found.append((least <= to) & (from_ <= most))
+        firsts = (
+            jnp.arange(self.row_blocks)[:, None] * self.rows_,
+            jnp.arange(self.key_blocks) * self.keys_,
+        )
+        for name, first in zip(("lengths", "key lengths"), firsts):
+            if name in self.extras:
+                found.append(first < self.extras[name])
         if not found:
             return None
         some = functools.reduce(jnp.logical_and, found)

@@ -40,6 +40,20 @@ def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
     return _served(capability, _gradients, Spec.gradients_dims, spec, operands)
 
 
+def kind(capability: int, spec: Spec, avals: Sequence[Any]) -> str:
+    """Returns what `forward` calls for operands of these types; raises Unsupported if nothing."""
+    jax.eval_shape(functools.partial(forward, capability, spec), *avals)
+    return "cuDNN"
+
+
+class _Refused(Unsupported):
+    """A reason, and the words for it in a report."""
+
+    def __init__(self, brief: str, reason: str):
+        super().__init__(reason)
+        self.brief = brief
+
+
 def _served(
     capability: int,
     run: Callable[..., list[Array]],
@@ -141,32 +155,39 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
     """Raises Unsupported, with the reason, for operands that cuDNN does not take."""
     length, keys, width = q.shape[-4], k.shape[-3], q.shape[-1]
     if spec.softcap is not None:
-        raise Unsupported("cuDNN has no softcap")
+        raise _Refused("a softcap", "cuDNN has no softcap")
+    if {"dropout", "lengths", "key lengths"} & {*spec.dims}:
+        raise _Refused("dropout or lengths", "cuDNN is not asked for dropout and lengths yet")
     if q.dtype.name not in NARROW:
-        raise Unsupported(f"cuDNN takes {' and '.join(NARROW)}, not {q.dtype.name}")
+        raise _Refused(q.dtype.name, f"cuDNN takes {' and '.join(NARROW)}, not {q.dtype.name}")
     most = 256 if capability >= 90 else 128
     if width % 8 or width > most:
-        raise Unsupported(f"cuDNN takes heads of a multiple of 8 up to {most}, not {width}")
+        reason = f"cuDNN takes heads of a multiple of 8 up to {most}, not {width}"
+        raise _Refused(f"heads of {width}", reason)
     if 0 in (*q.shape, *k.shape) or 1 in (length, keys):
-        raise Unsupported("cuDNN takes two queries and keys or more")
+        raise _Refused("one query or key", "cuDNN takes two queries and keys or more")
     if spec.causal and length != keys:
-        raise Unsupported("with causal, cuDNN takes as many keys as queries")
+        reason = "with causal, cuDNN takes as many keys as queries"
+        raise _Refused(f"causal, {length} queries and {keys} keys", reason)
     if max(q.size, k.size) >= _INDEXED:
-        raise Unsupported("cuDNN takes fewer than 2**31 elements of an array")
+        raise _Refused("2**31 elements", "cuDNN takes fewer than 2**31 elements of an array")
     if not spec.extras:
         return
     if length % 2 or keys % 2:
-        raise Unsupported("with a bias, a mask or segments, cuDNN takes even lengths")
+        reason = "with a bias, a mask or segments, cuDNN takes even lengths"
+        raise _Refused("an odd length", reason)
     if "bias" in spec.dims and extras[0].dtype != q.dtype:
-        raise Unsupported(
+        raise _Refused(
+            f"a bias of {extras[0].dtype.name}",
             f"cuDNN would round the bias from {extras[0].dtype.name} to {q.dtype.name}; cast it "
-            "if that is enough"
+            "if that is enough",
         )
     given = sum(a.size for a in extras)
     call = lambda *extras: _Call(spec, q, k, extras).operands
     made = sum(a.size for a in jax.eval_shape(call, *extras))
     if made > max(_MOST_MADE, given):
-        raise Unsupported("cuDNN would need a mask or a bias of all scores in memory")
+        reason = "cuDNN would need a mask or a bias of all scores in memory"
+        raise _Refused("a mask of all scores", reason)
 
 
 _Run = Callable[..., list[Array]]  # takes a call and the operands of `forward` or `gradients`

@@ -60,8 +60,10 @@ class Spec:
     window: int | None = None
     softcap: float | None = None
     precision: str | None = None  # the products' precision
-    # Operands after q, k and v: "bias", "mask", and "segments" and "key segments", as far as there
-    # are any, in this order, with their dimensions in the order of `scores`.
+    dropout_rate: float = 0.0
+    # Operands after q, k and v: "bias", "mask", "segments" and "key segments", "lengths", "key
+    # lengths" and "dropout", as far as there are any, in this order, with their dimensions in the
+    # order of `scores`.
     extras: tuple[tuple[str, Dimensions], ...] = ()
     dbias: bool = False  # the bias has a gradient, of its dimensions
     # Number of results a row has besides the output: its largest score, the log of its sum.

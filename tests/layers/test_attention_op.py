@@ -16,7 +16,7 @@ from reference import wide
 
 import normfuse
 from normfuse import attention
-from normfuse.layers.attention import blocks, cudnn, op
+from normfuse.layers.attention import blocks, cudnn, op, served_by
 from normfuse.layers.attention.spec import Spec, numbers
 from normfuse.native.jax_private import described_cudnn
 
@@ -56,6 +56,8 @@ class Reference:
         softcap=None,
         bias=None,
         exact_products=False,
+        dropout_mask=None,
+        dropout_rate=0.0,
         **seen,
     ):
         half = lambda dtype: float(jnp.finfo(dtype).eps) / 2
@@ -63,6 +65,8 @@ class Reference:
         walk = lambda n: c * (8 + np.sqrt(n))
         heads, kv_heads = q.shape[2], k.shape[2]
         group, width = heads // kv_heads, q.shape[3]
+        keep = 1 - dropout_rate
+        kept = 1.0 if dropout_mask is None else np.asarray(dropout_mask) / keep
         self.bias = bias
         q, k, v, dout = (np.moveaxis(wide(a), 2, 1) for a in (q, k, v, dout))
         k, v = (np.repeat(a, group, 1) for a in (k, v))
@@ -88,12 +92,13 @@ class Reference:
         total = p.sum(-1, keepdims=True)
         p = p / np.where(total == 0, 1, total)
         off_p = p * (off + (p * off).sum(-1, keepdims=True) + walk(keys) + 8 * c)
-        out = p @ v
-        off_out = (off_p + h * p + walk(keys) * p) @ abs(v) + h * abs(out)
+        dropped, off_dropped = p * kept, kept * (off_p + h * p)
+        out = dropped @ v
+        off_out = (off_dropped + walk(keys) * dropped) @ abs(v) + h * abs(out)
 
-        dp, along = dout @ turned(v), (out * dout).sum(-1, keepdims=True)
+        dp, along = kept * (dout @ turned(v)), (out * dout).sum(-1, keepdims=True)
         ds = p * (dp - along)
-        off_dp = walk(width) * abs(dout) @ turned(abs(v))
+        off_dp = kept * walk(width) * (abs(dout) @ turned(abs(v)))
         off_along = (off_out * abs(dout)).sum(-1, keepdims=True) * (1 + walk(width) / h)
         off_ds = off_p * (abs(dp) + abs(along)) + p * (off_dp + off_along)
         dx = ds * slope * scale
@@ -102,7 +107,7 @@ class Reference:
         dq, off_dq = dx @ k, (off_dx + sums) @ abs(k)
         sums = walk(length * group)
         dk, off_dk = turned(dx) @ q, turned(off_dx + sums * abs(dx)) @ abs(q)
-        dv, off_dv = turned(p) @ dout, turned(off_p + h * p + sums * p) @ abs(dout)
+        dv, off_dv = turned(dropped) @ dout, turned(off_dropped + sums * dropped) @ abs(dout)
         heads_last = lambda a: np.moveaxis(a, 1, 2)
         self.results = [
             (heads_last(out), heads_last(off_out)),
@@ -121,7 +126,7 @@ class Reference:
             self.results.append((found, error + rounding))
 
     @staticmethod
-    def seen(length, keys, *, mask=None, causal=False, window=None, segment_ids=None):
+    def seen(length, keys, *, mask=None, causal=False, window=None, segment_ids=None, lengths=None):
         behind = np.arange(length)[:, None] - np.arange(keys)
         seen = np.ones((1, 1, length, keys), bool)
         if causal:
@@ -134,6 +139,10 @@ class Reference:
             pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
             ids, others = map(np.asarray, pair)
             seen = seen & (ids[:, None, :, None] == others[:, None, None])
+        if lengths is not None:
+            rows, first = lengths if isinstance(lengths, tuple) else (length, lengths)
+            first, rows = (np.reshape(n, (-1, 1, 1, 1)) for n in (first, rows))
+            seen = seen & (np.arange(keys) < first) & (np.arange(length)[:, None] < rows)
         return seen
 
     def check(self, found):
@@ -152,17 +161,18 @@ def draw(rng, dtype=f32, length=41, keys=None, heads=4, kv_heads=2, width=8, bat
     return [jnp.asarray(rng.standard_normal(s), dtype) for s in (*shapes, shapes[0])]
 
 
-def both(q, k, v, dout, bias=None, mask=None, segment_ids=None, **options):
+def both(q, k, v, dout, bias=None, **options):
     """out and the gradients of q, k, v and the bias."""
     moving = [q, k, v] if bias is None else [q, k, v, bias]
-    return _both(dout, moving, mask, segment_ids, **options)
+    names = "mask", "segment_ids", "lengths", "dropout_mask"
+    return _both(dout, moving, {n: options.pop(n, None) for n in names}, **options)
 
 
-@functools.partial(
-    jax.jit, static_argnames=["causal", "window", "softcap", "scale", "dtype", "implementation"]
-)
-def _both(dout, moving, mask, segment_ids, **options):
-    arrays = {"mask": mask, "segment_ids": segment_ids}
+OPTIONS = "causal", "window", "softcap", "scale", "dtype", "implementation", "dropout_rate"
+
+
+@functools.partial(jax.jit, static_argnames=OPTIONS)
+def _both(dout, moving, arrays, **options):
     function = lambda q, k, v, bias=None: attention(q, k, v, bias=bias, **arrays, **options)
     out, pull = jax.vjp(function, *moving)
     return out, *pull(dout)
@@ -193,6 +203,15 @@ def options_of(rng, names, length, keys, dtype, batch=2, heads=4):
             found["segment_ids"] = (
                 ids[:, :length] if length == keys else (ids[:, :length], ids[:, :keys])
             )
+        if name == "lengths":
+            found[name] = jnp.asarray([length, length // 2]), jnp.asarray([keys // 3, keys + 5])
+        if name == "key lengths":
+            found["lengths"] = jnp.asarray([keys // 3, 0])
+        if name.startswith("dropout"):  # row 1 keeps nothing
+            shape = (1, 1) if name == "dropout of all" else (batch, heads)
+            kept = rng.random((*shape, length, keys)) < 0.7
+            kept[:, :, 1] = False
+            found |= {"dropout_mask": jnp.asarray(kept), "dropout_rate": 0.3}
         if name == "softcap":
             found[name] = 2.0
         if name == "scale":
@@ -207,6 +226,10 @@ CASES = [
     ("key bias", "padding", "", "", "softcap", "", "bfloat16"),
     ("key bias", "", "window", "segments", "", "scale", "float32"),
     ("bias", "mask", "window", "segments", "softcap", "", "float64"),
+    ("bias", "padding", "causal", "dropout", "", "", "bfloat16"),
+    ("key bias", "mask", "", "dropout of all", "softcap", "scale", "float64"),
+    ("", "", "window", "segments", "dropout", "lengths", "float32"),
+    ("bias", "", "causal", "key lengths", "", "", "float16"),
 ]
 
 
@@ -303,12 +326,13 @@ def test_dtype_is_that_of_the_products_and_the_result(rng):
 # ---------------------------------------------------------------- derivatives and transformations
 
 
-def plain(q, k, v, bias, *, mask, softcap):
+def plain(q, k, v, bias, *, mask, softcap, lengths, dropout_mask, dropout_rate):
     """In plain JAX, for derivatives that have no formula here."""
     k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
     s = jnp.einsum("bthw,bshw->bhts", q, k) / np.sqrt(q.shape[-1])
     s = softcap * jnp.tanh(s / softcap) + bias
-    p = jax.nn.softmax(jnp.where(mask, s, -1e30))
+    mask = mask & (jnp.arange(k.shape[1]) < lengths[:, None, None, None])
+    p = jax.nn.softmax(jnp.where(mask, s, -1e30)) * dropout_mask / (1 - dropout_rate)
     return jnp.einsum("bhts,bshw->bthw", jnp.where(mask.any(-1, keepdims=True), p, 0), v)
 
 
@@ -316,7 +340,7 @@ def plain(q, k, v, bias, *, mask, softcap):
 def functions(rng):
     """Ours and plain JAX's as functions of (q, k, v, bias), these, and tangents of them."""
     operands = draw(rng, length=33)
-    options = options_of(rng, ("bias", "mask", "softcap"), 33, 33, f32)
+    options = options_of(rng, ("bias", "mask", "key lengths", "dropout", "softcap"), 33, 33, f32)
     bias = options.pop("bias")
     ours = lambda q, k, v, bias: attention(q, k, v, bias=bias, **options)
     theirs = functools.partial(plain, **options)
@@ -428,7 +452,17 @@ def sharded_case(rng, heads, kv_heads):
 def sharded(q, k, v, bias, dout, mask, ids):
     """out and the gradients of q, k and v; with the bias's they would communicate that."""
     function = lambda q, k, v: attention(
-        q, k, v, bias=bias, mask=mask, segment_ids=ids, causal=True, softcap=3.0
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=mask,
+        segment_ids=ids,
+        lengths=20 - ids[:, -1],
+        dropout_mask=mask[..., ::-1],
+        dropout_rate=0.3,
+        causal=True,
+        softcap=3.0,
     )
     out, pull = jax.vjp(function, q, k, v)
     return out, *pull(dout)
@@ -845,6 +879,17 @@ def test_what_cudnn_cannot_serve_is_reported(rng):
     np.testing.assert_array_equal(either, attention(q, k, v))
 
 
+def test_what_serves_is_said():
+    """served_by's words, on a machine without a GPU."""
+    like = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype)
+    q, k = like(2, 64, 4, 64), like(2, 64, 2, 64)
+    assert served_by(q, k, k) == "blocks: on cpu (on GPUs cuDNN)"
+    assert served_by(q, k, k, implementation="xla") == "blocks: asked for"
+    odd = like(2, 64, 4, 60)
+    assert served_by(odd, odd, odd) == "blocks: on cpu (on GPUs blocks: heads of 60)"
+    assert "blocks: a softcap" in served_by(q, k, k, softcap=3.0)
+
+
 # ---------------------------------------------------------------- bad arguments
 
 X = np.ones((2, 6, 4, 8), np.float32)
@@ -870,6 +915,22 @@ BAD = {  # (error, what it says), and what is wrong
     "softcap": (ValueError, "softcap must be positive", {"softcap": -1.0}),
     "scale": (TypeError, "scale must be a Python number", {"scale": "1"}),
     "dtype": (TypeError, "dtype must be one of", {"dtype": int}),
+    "dropout": (TypeError, "dropout_mask must be bool.*kept", {"dropout_mask": X[0, 0, 0, 0]}),
+    "dropout's shape": (
+        ValueError,
+        "dropout_mask must broadcast",
+        {"dropout_mask": np.ones((5, 6), bool)},
+    ),
+    "dropout's rate": (
+        ValueError,
+        "dropout_rate=1.0 must be at least 0 and less than 1",
+        {"dropout_mask": np.ones((6, 6), bool), "dropout_rate": 1.0},
+    ),
+    "a negative rate": (ValueError, "dropout_rate=-0.1 must be at least 0", {"dropout_rate": -0.1}),
+    "no dropout mask": (ValueError, "needs a dropout_mask; draw it", {"dropout_rate": 0.1}),
+    "lengths": (ValueError, "lengths must be .batch,., .2,.; got", {"lengths": np.ones(3, int)}),
+    "lengths' dtype": (TypeError, "lengths must be integers", {"lengths": np.ones(2)}),
+    "three lengths": (ValueError, "lengths must be", {"lengths": [np.ones(2, int)] * 3}),
     "implementation": (
         ValueError,
         "must name one of 'cudnn', 'xla', got",
