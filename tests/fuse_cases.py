@@ -124,15 +124,26 @@ def quiet():
 
 
 class Fused:
-    """`fuse(function)`, which keeps its reports and is quiet about what it leaves."""
+    """`fuse(function)`, which keeps its reports, and is loud where `fuse` falls back.
 
-    def __init__(self, function, **options):
-        self.reports = []
+    A call fails where a part of the program could not be read or replaced, and where nothing is
+    served, because the function's own results would be compared with themselves.
+
+    Args:
+      serves: the test says itself what is served, or that nothing is, where this is False.
+    """
+
+    def __init__(self, function, serves=True, **options):
+        self.reports, self.serves = [], serves
         self.function = normfuse.fuse(function, report=self.reports.append, **options)
 
     def __call__(self, *args, **kwargs):
         with quiet():
-            return self.function(*args, **kwargs)
+            results = self.function(*args, **kwargs)
+        failed = [row for row in self.rows if "could not be" in row.reason]
+        assert not failed, failed
+        assert self.reports[-1].fused or not self.serves, f"nothing is served\n{self}"
+        return results
 
     @property
     def rows(self):
@@ -323,7 +334,7 @@ def check_low(got, want, exact):
 
 def compare(function, args, *, low=False, jit=True, rounding=None, strict=True, **options):
     """Compares `fuse(function)` with the function; returns the sites served in float32."""
-    fused = Fused(function, **options)
+    fused = Fused(function, serves=False, **options)  # callers look at what is returned
     found = run(function if jit else traced(function), fused, args=args, low=low, jit=jit)
     sites = [*map(served, fused.reports)]
     try:

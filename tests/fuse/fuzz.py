@@ -576,7 +576,7 @@ def run(program):
             want = fuse_cases.both_ways(fuse_cases.traced(function), args)
         except Exception as error:
             raise Invalid(str(error)) from error
-        fused = fuse_cases.Fused(function)
+        fused = fuse_cases.Fused(function, serves=False)
         # In one program XLA makes a select of a product with a mask, which hides NaN.
         compiled = "jit" in program.wrapper
         got = fuse_cases.both_ways(jax.jit(fused) if compiled else fused, args)

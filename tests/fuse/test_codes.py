@@ -264,9 +264,11 @@ def test_within_and_around_transformations(context, rng):
 
 def test_a_forward_alone_writes_one_layout(rng):
     args = operands(rng, 48)
-    for function in (one, jax.vmap(one, (0, None, None))):
-        for run in (in_fp8(function), jax.vmap(in_fp8(one), (0, None, None))):
-            assert "has_q = true, has_qt = true" not in jax.jit(run).lower(*args).as_text()
+    vmapped = functools.partial(jax.vmap, in_axes=(0, None, None))
+    for run in (in_fp8(one), in_fp8(vmapped(one)), vmapped(in_fp8(one))):
+        text = jax.jit(run).lower(*args).as_text()
+        assert "has_q = true, has_qt = false" in text
+        assert "has_q = true, has_qt = true" not in text
     text = jax.jit(both_ways(in_fp8(one))).lower(*args).as_text()
     assert text.count("has_q = true, has_qt = true") == 3  # x, the kernel and dy
 
@@ -297,10 +299,12 @@ def test_other_norms_on_a_mesh(name, spec, kind, rng, eight_devices):
         given += [jax.device_put(p, NamedSharding(mesh, P())) for p in args[1:]]
         got = jax.jit(both_ways(run))(*given)
     one = lambda x, *rest: multiply(function(x, *rest[:-1]), rest[-1])
-    want = jax.jit(both_ways(in_fp8(one)))(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+    # Beside one device in FP8, and beside plain products, whose operands are not rounded to codes.
+    for run, off in ((in_fp8(one), 0.02), (one, 0.08)):
+        want = jax.jit(both_ways(run))(*args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            assert np.linalg.norm(a - b) < off * np.linalg.norm(b)
 
 
 # ---------------------------------------------------------------- MLPs with biases

@@ -384,10 +384,14 @@ def test_hidden_arrays_stay_where_constraints_place_them(at, quantization, eight
         return jnp.mean(jnp.sin((place(hidden) if at == "hidden" else hidden) @ p["down"]))
 
     whole = NamedSharding(mesh, P())
-    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
-    params = {"gate": struct(64, 512), "up": struct(64, 512), "down": struct(512, 64)}
-    fused = Fused(model_loss, quantization=quantization)
-    program = jax.jit(jax.value_and_grad(fused)).lower(params, struct(8, 16, 64)).compile()
+    array = lambda i, *shape: jax.device_put(draw(i, *shape, scale=0.2), whole)
+    params = {"gate": array(0, 64, 512), "up": array(1, 64, 512), "down": array(2, 512, 64)}
+    x, fused = array(3, 8, 16, 64), Fused(model_loss, quantization=quantization)
+    program = jax.jit(jax.value_and_grad(fused)).lower(params, x).compile()
+    got, want = program(params, x), jax.jit(jax.value_and_grad(model_loss))(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        off = np.linalg.norm(np.float64(a) - np.float64(b)) / np.linalg.norm(np.float64(b))
+        assert off < (0.08 if quantization else 1e-5)
     assert_served(fused, mlp=1)
     assert all(row.domain == "mlp" for row in fused.rows if not quantization or row.served)
     text = program.as_text()

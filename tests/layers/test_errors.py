@@ -160,10 +160,12 @@ def kernels(fn, *args):
         (("pallas", "xla"), {}),
     ],
 )
-def test_implementation_is_what_runs(implementation, calls):
+def test_implementation_is_what_runs(implementation, calls, rng):
     fn = functools.partial(rms_norm, implementation=implementation)
     assert kernels(fn, X, SCALE) == calls
-    np.testing.assert_allclose(fn(X, SCALE), np.ones(X.shape), rtol=1e-5)
+    x, scale = rng.standard_normal(X.shape), rng.standard_normal(8)
+    want = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+    np.testing.assert_allclose(fn(jnp.float32(x), jnp.float32(scale)), want, rtol=1e-5, atol=1e-6)
 
 
 def test_environment_names_the_implementation(monkeypatch):

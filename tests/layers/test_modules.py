@@ -142,7 +142,11 @@ def test_when_a_norm_casts(framework, rng):
     before = reference.forward(x.astype(bf16), params["scale"].astype(bf16))[0]
     after = reference.forward(x, params["scale"])[0]
     right, wrong = (before, after) if framework == "nnx" else (after, before)
-    assert_nearer(ours(params, x), right, wrong)
+    found = ours(params, x)
+    assert found.dtype == bf16
+    assert_nearer(found, right, wrong)
+    off = np.abs(np.asarray(found, np.float64) - right.value)
+    assert (off <= 2.0**-8 * np.abs(right.value)).all()  # one rounding, of half an ulp of bfloat16
 
 
 def test_gradients_of_float32_parameters_are_not_rounded(rng):

@@ -140,10 +140,21 @@ def test_constrain_leaves_out_axes_that_shard_map_has_taken(eight_devices, jit):
         np.testing.assert_array_equal(jit(local)(x), 2 * x)
 
 
+# The dimension that "tensor" splits is that of heads, of hidden features or of words, never `dim`.
+SPLIT = {
+    "embedding": {"embed": ("tensor", "fsdp")},
+    "kernel": {"head": ("fsdp", "tensor"), "o": ("tensor", "fsdp"), "down": ("tensor", "fsdp")}
+    | dict.fromkeys(("q", "k", "v", "gate", "up"), ("fsdp", "tensor")),
+    "bias": dict.fromkeys("qkv", ("tensor",)),
+}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_parameter_has_a_spec(preset):
-    for name, shape in parameters.shapes(PRESETS[preset]).items():
-        assert len(Sharding().parameter(name)) == len(shape), name
+    for name in parameters.shapes(PRESETS[preset]):
+        *_, layer, kind = name.split(".")
+        wanted = (None,) if kind == "scale" else SPLIT[kind][layer]
+        assert Sharding().parameter(name) == P(*wanted), name
     with pytest.raises(KeyError, match="layers.0.bogus.kernel"):
         Sharding().parameter("layers.0.bogus.kernel")
 

@@ -52,8 +52,15 @@ def test_versions_that_load(compiled, installed, loads):
             registry.check_version(compiled, installed)
 
 
-def test_installed_version_is_read_from_the_headers():
+def test_installed_version_is_read_from_the_headers(monkeypatch, tmp_path):
     assert registry.installed_version() >= _ext.ffi_api_version
+    header = tmp_path / "include/xla/ffi/api/c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 7\n\n#define XLA_FFI_API_MINOR 31\n")
+    spec = importlib.machinery.ModuleSpec("jaxlib", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("importlib.util.find_spec", {"jaxlib": spec}.__getitem__)
+    assert registry.installed_version() == (7, 31)
 
 
 def test_every_target_is_registered_under_its_name():

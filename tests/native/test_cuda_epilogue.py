@@ -168,6 +168,8 @@ def test_epilogue_compiles_without_spilling(monkeypatch, arch):
         shape(epilogue.forward_on_cuda, biased, large, bias)
     value = dataclasses.replace(gated, with_value=True)
     shape(epilogue.backward_on_cuda, value, large, large, large)
+    assert len(logs) == (4 if arch == "sm_90" else 3)  # a column sum, too
     for kernel, log in logs:
         assert "warning" not in log, (kernel, log)
-        assert all(n == "0" for n in re.findall(r"(\d+) bytes spill stores", log)), (kernel, log)
+        spilled = re.findall(r"(\d+) bytes spill stores", log)
+        assert spilled and {*spilled} == {"0"}, (kernel, log)

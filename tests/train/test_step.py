@@ -1,5 +1,7 @@
 """The step: its loss and gradient, updates that it refuses, and that nothing is copied."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from normfuse.train.mesh import batch_sharding, on_devices
 from normfuse.train.metrics import NATS_PER_BIT
 from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule
 
-OPTIM = OptimConfig(lr=1e-2, warmup=2)
+OPTIM = OptimConfig(lr=1e-2, warmup=2, clip=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,13 @@ def test_microbatches_sum_to_the_whole_gradient(mesh, rng):
         np.testing.assert_allclose(a, b, rtol=0, atol=2**-22 * 128**0.5 * np.abs(b).max())
 
 
-def test_step_equals_optax_by_hand(compiled, mesh, rng):
+def _first_update(p, g, clipped, rate):
+    """AdamW's first update in float64: corrected, the moments are g and its square."""
+    p, g = np.float64(p), np.float64(g) * clipped
+    return p - rate * (g / (np.abs(g) + OPTIM.eps) + OPTIM.weight_decay * p * (p.ndim > 1))
+
+
+def test_step_equals_adamw_by_hand(compiled, mesh, rng):
     program, step = compiled
     tokens = _tokens(rng, mesh)
     state = program.init(0)
@@ -84,18 +92,24 @@ def test_step_equals_optax_by_hand(compiled, mesh, rng):
         program.model, jax.device_put(params), tokens, microbatches=1, mesh=mesh
     )
 
-    def update(params, gradient):
-        updates, _ = program.optimizer.update(gradient, program.optimizer.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    expected = jax.jit(update)(params, gradient)
+    norm, rate = _norm(gradient), OPTIM.lr / 3
+    clipped = OPTIM.clip / norm
+    assert clipped < 0.9  # or the test would not see whether gradients are clipped
+    update = functools.partial(_first_update, clipped=clipped, rate=rate)
+    expected = jax.tree.map(update, params, gradient)
     assert float(metrics.loss) == pytest.approx(float(loss), rel=1e-6)
-    assert float(metrics.grad_norm) == pytest.approx(_norm(gradient), rel=1e-5)
-    assert float(metrics.learning_rate) == pytest.approx(OPTIM.lr / 3, rel=1e-6)
+    assert float(metrics.grad_norm) == pytest.approx(norm, rel=1e-5)
+    assert float(metrics.learning_rate) == pytest.approx(rate, rel=1e-6)
     for a, b in zip(*map(jax.tree.leaves, (state.params, expected)), strict=True):
         # Adam's first update has the size of the learning rate, 3e-3, whatever the gradient's; a
         # tiny gradient's rounding is divided by its own size, so some per mille of it may differ.
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    # The update hides the size of a gradient, and the moments show it.
+    first, second = (optax.tree.get(state.optimizer, name) for name in ("mu", "nu"))
+    for g, m, v in zip(*map(jax.tree.leaves, (gradient, first, second)), strict=True):
+        size = 1e-5 * np.abs(g).max()  # sums over 64 tokens in another order
+        np.testing.assert_allclose(m, (1 - OPTIM.b1) * clipped * g, rtol=1e-4, atol=size)
+        np.testing.assert_allclose(v, (1 - OPTIM.b2) * (clipped * g) ** 2, rtol=2e-4, atol=size**2)
 
 
 def _norm(tree) -> float:
