@@ -192,7 +192,7 @@ MUTANTS = [
         "tests/layers/test_shard_map.py::test_grad_of_full[check_vma]",
     ),
     Mutant(
-        "layers/core/op.py",
+        "layers/core/derivative.py",
         "summed = [f if f is None or h else jnp.sum(f, 0)",
         "summed = [f if f is None or h else f[0]",
         "tests/layers/test_dense_in_contexts.py::test_gradients_of_each_example[mlp, fp8]",

@@ -16,7 +16,18 @@ from jax.interpreters import ad
 
 from ...native.implementation import Order, Unsupported, report
 from ...native.kernel import Body, Kernel, lower
-from ..core.op import Op, Split, batch_at, jvp_along, match, tangents_of, where_lowered
+from ..core.derivative import tangents_of
+from ..core.op import (
+    Batching,
+    Derivative,
+    Op,
+    Placement,
+    Split,
+    batch_at,
+    jvp_along,
+    match,
+    where_lowered,
+)
 from . import blocks
 from .spec import Dimensions, Spec, numbers
 
@@ -96,7 +107,7 @@ def _batch(
     But each example has its own gradient of the bias, which then has it too.
     """
     size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
-    old, _ = op.dims(spec, args[0].ndim - (batched[0] is not None), 0)  # pyright: ignore
+    old, _ = op.placement.dims(spec, args[0].ndim - (batched[0] is not None), 0)  # pyright: ignore
     extras = range(3, 3 + len(spec.extras))
     moved, dims = [], []
     for i, (array, at) in enumerate(zip(args, batched)):
@@ -150,20 +161,24 @@ def _undivided(spec: Spec, q_ndim: int, k_ndim: int) -> Dimensions:
     return d.length, d.width, d.keys
 
 
-_op = functools.partial(Op, leads=(0, 1), undivided=_undivided, before=_refuse_plain, batch=_batch)
+_op = functools.partial(Op, batching=Batching(rule=_batch), before=_refuse_plain)
+_placed = functools.partial(Placement, leads=(0, 1), undivided=_undivided)
 attention = _op(
     "attention",
     blocks.forward,
-    dims=Spec.forward_dims,
-    body=lambda spec, split, *operands, order: _forward(spec, *operands, order=order),
-    jvp=_forward_jvp,
-    formula=lambda spec, *operands: [blocks.square(spec, *operands)[0]],
+    _placed(
+        Spec.forward_dims,
+        lambda spec, split, *operands, order: _forward(spec, *operands, order=order),
+    ),
+    derivative=Derivative(
+        jvp=_forward_jvp,
+        formula=lambda spec, *operands: [blocks.square(spec, *operands)[0]],
+    ),
     without_last=lambda s: replace(s, statistics=s.statistics - 1) if s.statistics else None,
 )
 gradients = _op(
     "attention_gradients",
     blocks.gradients,
-    dims=Spec.gradients_dims,
-    body=_gradients_body,
-    jvp=_gradients_jvp,
+    _placed(Spec.gradients_dims, _gradients_body),
+    derivative=Derivative(jvp=_gradients_jvp),
 )

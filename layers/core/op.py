@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,6 +64,78 @@ class Split:
         return P(*[(self.axes[d] or None) for d in dims])
 
 
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How the devices of a mesh share an operation.
+
+    Attributes:
+      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
+        `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
+        operand, then what a second one adds. Parameters' are `Loose`.
+      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels, where the
+        first lead is not empty; None for an operation that is plain HLO everywhere, as a tangent.
+      leads: the leading operands, one or two; their shardings decide. The first has all rows.
+      undivided: `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is
+        gathered.
+      share: how devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
+        partitioning: `(spec, sizes of mesh axes, operands' and results' shapes, PartitionSpecs) ->
+        (these specs as they must be, one device's function)`.
+    """
+
+    dims: Callable[..., Dims]
+    body: Body | None = None
+    leads: Leads | Callable[[Any], Leads] = (0,)
+    undivided: Callable[..., Dimensions] | None = None
+    share: Callable[..., tuple[list[P], Callable[..., Results]]] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "dims", functools.lru_cache(maxsize=1024)(self.dims))
+
+    def leads_of(self, spec: Any) -> Leads:
+        """Returns the places of the leading operands."""
+        return self.leads(spec) if callable(self.leads) else self.leads
+
+    def dims_of(self, spec: Any, operands: Sequence[Any]) -> Dims:
+        """Returns the dimensions of these operands and of the results."""
+        return self.dims(spec, *[operands[lead].ndim for lead in self.leads_of(spec)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Batching:
+    """How vmap batches an operation: by one more dimension of rows, where its placement has rows.
+
+    Attributes:
+      spec: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
+      rule: a rule in place of the general one, `(op, operands, batched, spec, order)`.
+      unfused: `(spec, *operands, order) -> list`, the values of the definition by operations that
+        batch well, where a parameter or its gradient has a batch dimension.
+    """
+
+    spec: Callable[[Any, int], Any] = lambda spec, at: spec
+    rule: Callable[..., Any] | None = None
+    unfused: Body | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """An operation's derivative, where it is not its definition's by JAX.
+
+    Attributes:
+      jvp: `(primals, tangents, spec, order) -> (results, tangents)`.
+      transpose: `(cotangents, *operands, spec, order)`, where the operation is linear.
+      linear: the definition's own transpose serves, for an operation that is linear in what is
+        transposed, as a backward is in its cotangents.
+      formula: the differentiable results in plain JAX, where tangents are not of the definition.
+      tangent: `(spec, operands, tangents, order) -> tangents` of the results, if not of a formula.
+    """
+
+    jvp: Callable[..., Any] | None = None
+    transpose: Callable[..., Any] | None = None
+    linear: bool = False
+    formula: Body | None = None
+    tangent: Callable[..., Results] | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class Op:
     """An operation on global arrays, in functions of its `spec`.
@@ -76,68 +147,36 @@ class Op:
       name: the primitive is `normfuse_<name>`.
       definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`; None for the
         body's, of whole arrays, with definitions in place of its kernels.
-      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
-        `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
-        operand, then what a second one adds. Parameters' are `Loose`. None without a body.
-      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels, where the
-        first lead is not empty; None for an operation that is plain HLO everywhere, as a tangent.
-      leads: the leading operands, one or two; their shardings decide. The first has all rows.
-      undivided: `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is
-        gathered.
-      unfused: `(spec, *operands, order) -> list`, the values of `definition` by operations that
-        batch well, for vmap where a parameter or its gradient has a batch dimension.
-      batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
-      batch: a batching rule in place of the general one, `(op, operands, batched, spec, order)`.
-      share: how devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
-        partitioning: `(spec, sizes of mesh axes, operands' and results' shapes, PartitionSpecs) ->
-        (these specs as they must be, one device's function)`.
-      before: `(ctx, spec, order) -> order`, when it is lowered.
-      jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
-      transpose: `(cotangents, *operands, spec, order)`, where it is linear.
-      linear: the definition's own transpose serves, for an operation that is linear in what is
-        transposed, as a backward is in its cotangents.
+      placement: how devices share it; None where XLA partitions its definition.
       types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
         say; only an optimization.
-      formula: the differentiable results in plain JAX, where derivatives are not of `definition`.
-      tangent: `(spec, operands, tangents, order) -> tangents` of the results, if not of a formula.
+      before: `(ctx, spec, order) -> order`, when it is lowered.
       without_last: `spec -> spec` of the same operation without its last result, for a program that
         does not use it; None where that result is not computed anyway.
     """
 
     name: str
     definition: Body | None
+    placement: Placement | None = None
+    batching: Batching = Batching()
+    derivative: Derivative = Derivative()
     _: dataclasses.KW_ONLY
-    dims: Callable[..., Dims] | None = None
-    body: Body | None = None
-    leads: Leads | Callable[[Any], Leads] = (0,)
-    undivided: Callable[..., Dimensions] | None = None
-    unfused: Body | None = None
-    batched: Callable[[Any, int], Any] = lambda spec, at: spec
-    batch: Callable[..., Any] | None = None
-    share: Callable[..., tuple[list[P], Callable[..., Results]]] | None = None
-    before: Callable[[Any, Any, Order], Order] | None = None
-    jvp: Callable[..., Any] | None = None
-    transpose: Callable[..., Any] | None = None
-    linear: bool = False
     types: Callable[..., Sequence[Any] | None] | None = None
-    formula: Body | None = None
-    tangent: Callable[..., Results] | None = None
+    before: Callable[[Any, Any, Order], Order] | None = None
     without_last: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
         self.primitive = p = Primitive(f"normfuse_{self.name}")
         p.multiple_results = True
-        if self.dims is not None:
-            self.dims = functools.lru_cache(maxsize=1024)(self.dims)
         p.def_abstract_eval(self._abstract_eval)
         _compile_when_eager(p)
         jax_private.needs_devices.add(p)
         mlir.register_lowering(p, self._lower)
-        batch = functools.partial(self.batch, self) if self.batch else self._batch
-        batching.primitive_batchers[p] = batch
-        ad.primitive_jvps[p] = self.jvp or self._plain_jvp
-        if self.transpose or self.linear:
-            ad.primitive_transposes[p] = self.transpose or self._plain_transpose
+        rule = self.batching.rule
+        batching.primitive_batchers[p] = functools.partial(rule, self) if rule else self._batch
+        ad.primitive_jvps[p] = self.derivative.jvp or self._plain_jvp
+        if self.derivative.transpose or self.derivative.linear:
+            ad.primitive_transposes[p] = self.derivative.transpose or self._plain_transpose
         if self.without_last:
             on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
@@ -147,29 +186,24 @@ class Op:
     def plain(self, spec: Any, *operands: Array) -> Results:
         """Returns the definition's results."""
         if self.definition is None:
-            assert self.body is not None
-            split = _split(self._dims(spec, operands)[0], self._leads(spec), operands)
-            return list(self.body(spec, split, *operands, order=PLAIN))
+            assert self.placement is not None and self.placement.body is not None
+            inputs, leads = self.placement.dims_of(spec, operands)[0], self.placement.leads_of(spec)
+            split = _split(inputs, leads, operands)
+            return list(self.placement.body(spec, split, *operands, order=PLAIN))
         return list(self.definition(spec, *operands))
-
-    def _leads(self, spec: Any) -> Leads:
-        return self.leads(spec) if callable(self.leads) else self.leads
-
-    def _dims(self, spec: Any, operands: Sequence[Any]) -> Dims:
-        assert self.dims is not None
-        return self.dims(spec, *[operands[lead].ndim for lead in self._leads(spec)])
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
         types = self.types(spec, *operands) if self.types else None
-        if types and self.dims is None:
+        at = self.placement
+        if types and at is None:
             return list(types)
-        if self.dims is None or self.share is not None and types is None:
+        if at is None or at.share is not None and types is None:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         if types is None:
             types = result_types(self.plain, spec, tuple([(a.shape, a.dtype) for a in operands]))
-        inputs, outputs = self._dims(spec, operands)
-        leads, entries = self._leads(spec), {}
+        inputs, outputs = at.dims_of(spec, operands)
+        leads, entries = at.leads_of(spec), {}
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
         like = operands[leads[0]]
@@ -181,7 +215,8 @@ class Op:
         ]
 
     def _lower(self, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
-        avals, leads = ctx.avals_in, self._leads(spec)
+        avals, at = ctx.avals_in, self.placement
+        leads = (0,) if at is None else at.leads_of(spec)
         where = where_lowered(ctx, avals[leads[0]])
         if self.before is not None:
             order = self.before(ctx, spec, order)
@@ -200,16 +235,16 @@ class Op:
             return results
 
         mixed = avals[leads[0]].sharding.mesh.explicit_axes  # and Auto ones
-        if self.share is not None and where == _Where() and not mixed:
-            share, dims = functools.partial(self.share, spec), self._dims(spec, avals)
+        if at is not None and at.share is not None and where == _Where() and not mixed:
+            share, dims = functools.partial(at.share, spec), at.dims_of(spec, avals)
             return shared(plain, share, range(len(avals) + len(ctx.avals_out)), dims)
-        if self.body is None:
+        if at is None or at.body is None:
             return lower_as(plain)
         if where.plain:
             report(spec.op, where.plain, strict=order.strict, names=order.names)
             return lower_as(plain)
-        inputs, outputs = dims = self._dims(spec, avals)
-        body, unsplit = functools.partial(self.body, spec), _split(inputs, leads, avals)
+        inputs, outputs = dims = at.dims_of(spec, avals)
+        body, unsplit = functools.partial(at.body, spec), _split(inputs, leads, avals)
         # Of two leads the last dimension is summed: results without it are not empty.
         first, summed = avals[leads[0]], len(leads) > 1
         is_empty = 0 in first.shape[: first.ndim - summed]
@@ -217,8 +252,8 @@ class Op:
         if where.single:
             return lower(on(unsplit), ctx, *values)
         undivided: Dimensions = ()
-        if self.undivided is not None:
-            undivided = self.undivided(spec, *[avals[lead].ndim for lead in leads])
+        if at.undivided is not None:
+            undivided = at.undivided(spec, *[avals[lead].ndim for lead in leads])
         if where.explicit:
             mesh = avals[leads[0]].sharding.mesh
             specs = [avals[lead].sharding.spec for lead in leads]
@@ -245,10 +280,10 @@ class Op:
     ) -> tuple[Results, list[int]]:
         """A batch dimension becomes a dimension of rows, at its place in the lead."""
         size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
-        if self.dims is not None:
-            leads = self._leads(spec)
+        if (placement := self.placement) is not None:
+            leads = placement.leads_of(spec)
             ndims = [args[i].ndim - (batched[i] is not None) for i in leads]
-            inputs, outputs = self.dims(spec, *ndims)
+            inputs, outputs = placement.dims(spec, *ndims)
             rows = lambda dims: set(dims) <= set(inputs[leads[0]])
             is_rows = [not isinstance(d, Loose) and rows(d) for d in inputs]
             separate = any(b is not None and not row for b, row in zip(batched, is_rows))
@@ -259,14 +294,14 @@ class Op:
                     batch_at(a, b, place(d), size) if row else a
                     for a, b, d, row in zip(args, batched, inputs, is_rows)
                 ]
-                spec = self.batched(spec, at)
-                inputs, _ = self._dims(spec, moved)
+                spec = self.batching.spec(spec, at)
+                inputs, _ = placement.dims_of(spec, moved)
                 lead = moved[leads[0]]
                 moved = [match(a, lead, d) if rows(d) else a for a, d in zip(moved, inputs)]
                 return self(spec, *moved, order=order), [place(d) for d in outputs]
         one = functools.partial(self.plain, spec)
-        if self.unfused is not None:
-            one = functools.partial(self.unfused, spec, order=order)
+        if self.batching.unfused is not None:
+            one = functools.partial(self.batching.unfused, spec, order=order)
         results = jax.vmap(one, tuple(batched), axis_size=size)(*args)
         return list(results), [0] * len(results)
 
@@ -286,6 +321,11 @@ class Op:
         pulled = jax.vjp(plain, *zeros)[1]([ad.instantiate_zeros(ct) for ct in cts])
         found = dict(zip(linear, pulled))
         return [found.get(i) for i in range(len(operands))]
+
+
+def moves(tangent: Any) -> bool:
+    """Returns whether there is a tangent, in a rule with symbolic zeros."""
+    return tangent is not None and not isinstance(tangent, SymbolicZero | ad.Zero)
 
 
 def jvp_along(
@@ -465,199 +505,3 @@ def where_lowered(ctx: Any, lead: Any) -> _Where:
             "axes; export with Explicit axes or under shard_map"
         )
     return _Where()
-
-
-# ---------------------------------------------------------------- first derivatives
-# The tangent is that of a definition, an operation of its own, linear in the tangents, in plain
-# HLO; its transpose is the backward. So reverse mode runs the backward wherever JAX transposes
-# (grad, linearize, scan, remat, vmap), while forward mode costs what the definition costs.
-#
-# A function of several operations, which `differentiable` calls, is a frozen dataclass of all that
-# is known when it is traced:
-#
-#     op, order                         the function the user called, and the kernels to try
-#     forward(operands, moves) -> results, kept
-#     tangents(*tangents) -> a tangent for each of `moves`
-#     tangent(kept, tangents) -> tangents of the results
-#     gradients(cts, kept, likes) -> gradients
-#     rows(kept) -> places or None      of a batch dimension; see `Tangent`
-#     with_batch() -> function          of rows with one more dimension, the first
-#     with_kernels(kept, tangents)      optional: the function where those that are True have one
-#                                       more dimension, the first; None for `vmap`
-#
-# `kept` is a tree of arrays, None for what is not there; so are tangents that do not move,
-# gradients of results that nobody uses and, among `likes`, the types of tangents without one.
-
-
-def moves(tangent: Any) -> bool:
-    """Returns whether there is a tangent, in a rule with symbolic zeros."""
-    return tangent is not None and not isinstance(tangent, SymbolicZero | ad.Zero)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def differentiable(function: Any, *operands: Any) -> tuple[Array, ...]:
-    """Returns the results of a function, with its derivative."""
-    return tuple(function.forward(operands, None)[0])
-
-
-@functools.partial(differentiable.defjvp, symbolic_zeros=True)
-def _(function, primals, tangents):
-    flat = function.tangents(*tangents)
-    results, kept = function.forward(primals, tuple(map(moves, flat)))
-    return tuple(results), tuple(linear(function, kept, flat, results))
-
-
-def linear(function: Any, kept: Any, tangents: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Returns the tangents of the results, which give their types, at what the forward kept."""
-    moving = [t for t in tangents if moves(t)]
-    if not moving:
-        return [jnp.zeros_like(r) for r in results]
-    leaves, tree = jax.tree.flatten(kept)
-    types = tuple(jax.typeof(r) for r in results)
-    return tangent(Tangent(function, tree, tuple(map(moves, tangents)), types), *leaves, *moving)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operation:
-    """An `Op` at its operands; kept are these, and what else its backward reads."""
-
-    differentiated: Op
-    backward: Callable[..., list[Any]]
-    spec: Any
-    order: Order
-
-    def rows(self, kept: Any) -> None:
-        """Batches of the operation itself are its own rule's."""
-
-    def tangent(self, kept: Any, tangents: Sequence[Any]) -> Sequence[Array]:
-        """Returns the tangent of the definition, unless the operation has one of its own."""
-        if self.differentiated.tangent:
-            return self.differentiated.tangent(self.spec, kept[0], tangents, order=self.order)
-        formula = self.differentiated.formula or self.differentiated.plain
-        along = [t if t is None else t.astype(a.dtype) for t, a in zip(tangents, kept[0])]
-        return jvp_along(lambda *a: list(formula(self.spec, *a)), kept[0], along)[1]
-
-    def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
-        """Returns the backward's gradients, of the types of the operands."""
-        wanted = [like is not None for like in likes]
-        found = self.backward(self.spec, cts, *kept, wanted, order=self.order)
-        return [None if t is None else g.astype(t.dtype) for g, t in zip(found, likes, strict=True)]
-
-
-def tangents_of(
-    op: Op,
-    backward: Callable[..., list[Any]],
-    spec: Any,
-    operands: Sequence[Array],
-    tangents: Sequence[Any],
-    results: Sequence[Array],
-    more: Sequence[Array] = (),
-    order: Order = BEST,
-) -> list[Array]:
-    """Returns the tangents of an operation's results.
-
-    `backward(spec, cts, operands, more, wanted, order) -> gradients`, one for each of the operands;
-    those that are not wanted may be None. `more` are results or others that it reads.
-    """
-    function = _Operation(op, backward, spec, order)
-    return linear(function, (list(operands), list(more)), tangents, results)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tangent:
-    """The tangent of a function. Its operands are what was kept, then the tangents that there are.
-
-    A batch of rows becomes one more dimension of them where `function.rows` gives each operand's
-    place for it, -1 for those that must not have it, as a prefix of `(kept, tangents)`. Otherwise
-    it is one of `vmaps`, the outermost first: operands that are marked have one more dimension, the
-    first.
-    """
-
-    function: Any
-    kept: Any  # the structure of what was kept
-    moves: tuple[bool, ...]
-    results: tuple[Any, ...] = ()  # their types, where they are known
-    vmaps: tuple[tuple[bool, ...], ...] = ()
-
-    def read(self, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns what was kept, and a tangent or None for each of `moves`."""
-        count = self.kept.num_leaves
-        moving = iter(operands[count:])
-        return self.kept.unflatten(operands[:count]), [
-            next(moving) if m else None for m in self.moves
-        ]
-
-    def places(self) -> list[int] | None:
-        """Returns the place of a batch dimension of rows in each operand; -1 for none."""
-        kept = self.kept.unflatten([0] * self.kept.num_leaves)
-        if self.vmaps or (rows := self.function.rows(kept)) is None:
-            return None
-        kept = jax.tree.broadcast(rows[0], kept)
-        return [*jax.tree.leaves(kept), *[p for p, moved in zip(rows[1], self.moves) if moved]]
-
-
-def _define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
-    if spec.vmaps:
-        return _vmapped(_define_tangent, spec)(*operands)
-    return list(spec.function.tangent(*spec.read(operands)))
-
-
-def _vmapped(function: Callable[..., Any], spec: Tangent, *lead: int) -> Callable[..., Any]:
-    """Returns `function` of a tangent's operands in the outermost of its vmaps."""
-    axes = [0 if has else None for has in spec.vmaps[0]]
-    one = functools.partial(function, replace(spec, vmaps=spec.vmaps[1:]))
-    return jax.vmap(one, (*lead, *axes))
-
-
-def _batch_tangent(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
-    places, has = spec.places(), tuple(d is not None for d in dims)
-    of_kernels = None if spec.vmaps else getattr(spec.function, "with_kernels", None)
-    if places is not None and all(h == (p >= 0) for h, p in zip(has, places)):
-        spec = replace(spec, function=spec.function.with_batch(), results=())
-    else:
-        places = [0] * len(dims)
-        if of_kernels and (function := of_kernels(*spec.read(has))):
-            spec = replace(spec, function=function, results=())
-        else:
-            spec = replace(spec, vmaps=(has, *spec.vmaps), results=())
-    moved = [a if d is None else jnp.moveaxis(a, d, p) for a, d, p in zip(operands, dims, places)]
-    results = op(spec, *moved, order=order)
-    return results, [0] * len(results)
-
-
-def _gradients(spec: Tangent, cts: Any, kept: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Returns the gradient of each tangent that there is."""
-    if not spec.vmaps:
-        found = spec.function.gradients(cts, *spec.read([*kept, *likes]))
-        return [gradient for gradient, moved in zip(found, spec.moves) if moved]
-    of_kept, of_tangents = spec.vmaps[0][: len(kept)], spec.vmaps[0][len(kept) :]
-    types = [t if t is None or not h else _unstacked(t) for t, h in zip(likes, of_tangents)]
-    one = lambda spec, cts, *kept: _gradients(spec, cts, kept, types)
-    found = _vmapped(one, replace(spec, vmaps=(of_kept, *spec.vmaps[1:])), 0)(cts, *kept)
-    summed = [f if f is None or h else jnp.sum(f, 0) for f, h in zip(found, of_tangents)]
-    return [f if f is None else f.astype(like.dtype) for f, like in zip(summed, likes)]
-
-
-def _unstacked(aval: Any) -> Any:
-    """Returns the type of one of the arrays that are stacked."""
-    sharding = NamedSharding(aval.sharding.mesh, jax.P(*aval.sharding.spec[1:]))
-    return aval.update(shape=aval.shape[1:], sharding=sharding)
-
-
-def _transpose_tangent(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[Any]:
-    del order
-    cts = tuple(None if type(ct) is ad.Zero else ct for ct in cts)
-    if all(ct is None for ct in cts):
-        return [None] * len(operands)
-    count = spec.kept.num_leaves
-    likes = [t.aval if ad.is_undefined_primal(t) else None for t in operands[count:]]
-    return [None] * count + _gradients(spec, cts, operands[:count], likes)
-
-
-tangent = Op(
-    "tangent",
-    _define_tangent,
-    batch=_batch_tangent,
-    transpose=_transpose_tangent,
-    types=lambda spec, *_: spec.results,
-)

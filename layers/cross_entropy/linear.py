@@ -25,7 +25,7 @@ from ..core.arguments import (
     floating_dtype,
     integer,
 )
-from ..core.op import Op, match, reshard_like
+from ..core.op import Batching, Derivative, Op, match, reshard_like
 from ..core.sharding import axes_of, whole, without
 from ..dense.matmul import asked, equally_varying, with_main_gradient
 from . import op as ops
@@ -515,9 +515,9 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
 statistics = Op(
     "linear_cross_entropy_statistics",
     define_statistics,
-    batch=functools.partial(ops.batch_rows, rows=(0, 1)),
-    jvp=_statistics_jvp,
+    batching=Batching(rule=functools.partial(ops.batch_rows, rows=(0, 1))),
+    derivative=Derivative(jvp=_statistics_jvp),
 )
 # The gradients of a batch of losses are computed in the backward, by the definition's operations:
 # in the forward each would have a gradient of the kernel's size.
-reduced = Op("linear_cross_entropy", define_reduced, jvp=_reduced_jvp)
+reduced = Op("linear_cross_entropy", define_reduced, derivative=Derivative(jvp=_reduced_jvp))

@@ -28,7 +28,18 @@ from jax import Array, lax
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
 from ...native.kernel import Kernel
-from ..core.op import Dims, Op, Split, batch_at, match, on_unused_results, tangents_of
+from ..core.derivative import tangents_of
+from ..core.op import (
+    Batching,
+    Derivative,
+    Dims,
+    Op,
+    Placement,
+    Split,
+    batch_at,
+    match,
+    on_unused_results,
+)
 from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
 from ..quantization.quantize import E5M2, MULTIPLE, Codes, fits, quantize_kernel
 from . import softmax
@@ -570,38 +581,36 @@ def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> 
 # ---------------------------------------------------------------- operations
 
 
-_chunked = functools.partial(Op, leads=(0, 1), undivided=lambda spec, x, w: (x - 1, x))
+_chunked = functools.partial(Placement, leads=(0, 1), undivided=lambda spec, x, w: (x - 1, x))
 _of_gradients = functools.partial(
-    _chunked,
-    batch=_batch_groups,
+    Op,
+    batching=Batching(rule=_batch_groups),
     before=lambda ctx, spec, order: require_fp8(ctx, spec, order) if spec.quantized else order,
 )
-statistics = _chunked(
+statistics = Op(
     "cross_entropy_statistics",
     define_statistics,
-    dims=_dims("xwrb", "rrre"),
-    body=_statistics_body,
-    batch=batch_rows,
-    formula=lambda spec, *operands: softmax.of_rows(*define_statistics(spec, *operands)),
+    _chunked(_dims("xwrb", "rrre"), _statistics_body),
+    Batching(rule=batch_rows),
+    Derivative(
+        formula=lambda spec, *operands: softmax.of_rows(*define_statistics(spec, *operands))
+    ),
 )
-argmax = _chunked(
+argmax = Op(
     "cross_entropy_argmax",
     define_argmax,
-    dims=_dims("xwb", "r"),
-    body=_argmax_body,
-    batch=functools.partial(batch_rows, rows=(0,)),
+    _chunked(_dims("xwb", "r"), _argmax_body),
+    Batching(rule=functools.partial(batch_rows, rows=(0,))),
 )
 loss_gradients = _of_gradients(
     "cross_entropy_loss_gradients",
     define_loss_gradients,
-    dims=_dims("xwrrb", "rrrg"),
-    body=_loss_gradients_body,
+    _chunked(_dims("xwrrb", "rrrg"), _loss_gradients_body),
 )
 gradients = _of_gradients(
     "cross_entropy_gradients",
     define_gradients,
-    dims=_dims("xwrrrreb", "g"),
-    body=_gradients_body,
+    _chunked(_dims("xwrrrreb", "g"), _gradients_body),
 )
 
 

@@ -24,14 +24,17 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from ..core.activations import Activation, Scalar, resolve, scalar_of, with_activation
 from ..core.arguments import choose
+from ..core.derivative import tangents_of
 from ..core.op import (
+    Batching,
+    Derivative,
     Dims,
     Loose,
     Op,
+    Placement,
     Split,
     equally_varying,
     match,
-    tangents_of,
     vary,
     varying_axes,
 )
@@ -290,11 +293,9 @@ def _batched(spec: Epilogue, at: int) -> Epilogue:
 backward = Op(
     "epilogue_gradient",
     define_backward,
-    dims=_backward_dims,
-    body=_backward_body,
-    leads=(1,),
-    batched=_batched,
-    linear=True,
+    Placement(_backward_dims, _backward_body, leads=(1,)),
+    Batching(_batched),
+    Derivative(linear=True),
 )
 
 
@@ -315,10 +316,9 @@ def _jvp(primals: Any, tangents: Any, *, spec: Epilogue, order: Order) -> Any:
 forward = Op(
     "epilogue",
     define_forward,
-    dims=lambda spec, ndim: (_operands(spec, ndim), (tuple(range(ndim)),)),
-    body=_forward_body,
-    batched=_batched,
-    jvp=_jvp,
+    Placement(lambda spec, ndim: (_operands(spec, ndim), (tuple(range(ndim)),)), _forward_body),
+    Batching(_batched),
+    Derivative(jvp=_jvp),
 )
 
 

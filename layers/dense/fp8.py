@@ -26,7 +26,8 @@ from ...native.dtypes import compute_dtype
 from ...native.implementation import BEST, Order, Unsupported, report
 from ...native.launch import target_for
 from ..core.arguments import Quantization
-from ..core.op import Loose, Op, differentiable, equally_varying
+from ..core.derivative import Function, differentiable
+from ..core.op import Batching, Derivative, Loose, Op, Placement, equally_varying
 from ..core.sharding import axes_of, whole
 from ..quantization.gated import hidden
 from ..quantization.quantize import Codes, Quantized, decoded, no_second_derivative, quantize
@@ -246,10 +247,9 @@ def _product_types(spec: Contraction, a: Any, b: Any, *_: Any) -> Any:
 product = Op(
     "fp8_product",
     define_product,
+    Placement(_product_dims, share=_share_product),
+    Batching(rule=_batch_product),
     types=_product_types,
-    dims=_product_dims,
-    batch=_batch_product,
-    share=_share_product,
     before=require_fp8,
 )
 
@@ -270,7 +270,7 @@ def products_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8:
+class Fp8(Function):
     """The recipe: all that is known of the FP8 products of one input when they are traced.
 
     As a function (`core.op`) it is a dense layer's product of args, a kernel and its main
@@ -421,8 +421,9 @@ class Fp8:
         of_w = (self.backward_codes(w, args[0]), w.scale) if of_x else None
         return [y], (of_w, (xq.qt, xq.scale) if any(of_kernel) else None)
 
-    def tangents(self, dargs: Any, dkernel: Any, dmain: Any) -> list[Any]:
+    def tangents(self, *tangents: Any) -> list[Any]:
         """Returns those of x, the kernel and its main gradient."""
+        dargs, dkernel, dmain = tangents
         return [dargs[0], *asked(dkernel, dmain)]
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
@@ -484,8 +485,8 @@ def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -
 derived = Op(
     "fp8_derived",
     lambda spec, value, *sources: [value],
-    batch=_batch_derived,
-    jvp=no_second_derivative,
+    batching=Batching(rule=_batch_derived),
+    derivative=Derivative(jvp=no_second_derivative),
 )
 """`(value, *sources) -> (value,)`, which follows from them in a first derivative's residuals."""
 

@@ -21,7 +21,8 @@ from jax import Array
 
 from ...native.implementation import BEST, Order
 from ..core.activations import Scalar
-from ..core.op import differentiable, equally_varying, jvp_along, match, placed
+from ..core.derivative import Function, differentiable
+from ..core.op import equally_varying, jvp_along, match, placed
 from ..quantization import gated
 from ..quantization.quantize import Quantized, decoded
 from .fp8 import Fp8, fits, mark_input
@@ -38,7 +39,7 @@ class Kept(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mlp:
+class Mlp(Function):
     """All that is known of the MLP when it is traced.
 
     As a function (`core.op`): of args as in `Fp8`; pairs of a kernel and its main gradient,
@@ -92,8 +93,9 @@ class Mlp:
             hidden,
         )
 
-    def tangents(self, dargs: Any, pairs: Any, dbiases: Any) -> list[Any]:
+    def tangents(self, *tangents: Any) -> list[Any]:
         """Returns those of x, each kernel and its main gradient, and the biases."""
+        dargs, pairs, dbiases = tangents
         return [dargs[0], *[d for pair in pairs for d in asked(*pair)], *dbiases]
 
     def tangent(self, kept: Kept, tangents: Sequence[Any]) -> list[Array]:

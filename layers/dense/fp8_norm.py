@@ -18,7 +18,8 @@ import jax
 from jax import Array
 
 from ...native.implementation import Order
-from ..core.op import Op, differentiable, equally_varying, jvp_along, on_unused_results
+from ..core.derivative import Function, differentiable
+from ..core.op import Batching, Derivative, Op, equally_varying, jvp_along, on_unused_results
 from ..norm import op as rms_norm
 from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
@@ -62,7 +63,7 @@ def _(norm, order, primals, tangents):
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoded:
+class Encoded(Function):
     """A call of a function that `mark_input` marked, of an x whose codes are there."""
 
     marked: Marked
@@ -111,5 +112,10 @@ def _drop_qt(_: list[bool], eqn: Any) -> Any:
     return reads, eqn
 
 
-encoded = Op("fp8_encoded", _define_encoded, batch=_batch_encoded, jvp=_push_encoded)
+encoded = Op(
+    "fp8_encoded",
+    _define_encoded,
+    batching=Batching(rule=_batch_encoded),
+    derivative=Derivative(jvp=_push_encoded),
+)
 on_unused_results(encoded.primitive, _drop_qt)

@@ -34,7 +34,8 @@ from jax.sharding import NamedSharding
 
 from ...native.dtypes import NARROW, compute_dtype
 from ...native.implementation import Order
-from ..core.op import Op, batch_at, differentiable, equally_varying, jvp_along, moves, placed
+from ..core.derivative import Function, differentiable
+from ..core.op import Batching, Derivative, Op, batch_at, equally_varying, jvp_along, moves, placed
 from ..core.sharding import axes_of, whole, without
 from . import epilogue
 from .epilogue import Epilogue
@@ -179,7 +180,7 @@ def gathered(
 
 
 @dataclasses.dataclass(frozen=True)
-class _MatMul:
+class _MatMul(Function):
     """The product of a left operand, x or `value` of args, with a kernel."""
 
     product: Product
@@ -208,8 +209,9 @@ class _MatMul:
         options |= {"precision": self.product.precision, "out_sharding": sharding}
         return jnp.einsum(labels, a, b, **options)
 
-    def tangents(self, dargs: Any, dkernel: Any, dmain: Any) -> list[Any]:
+    def tangents(self, *tangents: Any) -> list[Any]:
         """Returns those of args, the kernel and its main gradient."""
+        dargs, dkernel, dmain = tangents
         return [*dargs, *asked(dkernel, dmain)]
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
@@ -395,7 +397,6 @@ def _batch_shared(op: Op, args: Any, dims: Any, *, spec: int, order: Order) -> A
 _shared = Op(
     "shared",
     lambda count, x: [x] * count,
-    batch=_batch_shared,
-    jvp=_push_shared,
-    transpose=_sum_shared,
+    batching=Batching(rule=_batch_shared),
+    derivative=Derivative(jvp=_push_shared, transpose=_sum_shared),
 )

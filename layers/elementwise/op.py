@@ -27,7 +27,20 @@ from ...native.dtypes import NARROW
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch, target_for
-from ..core.op import Dims, Loose, Op, jvp_along, match, moves, tangents_of, vary, varying_axes
+from ..core.derivative import tangents_of
+from ..core.op import (
+    Batching,
+    Derivative,
+    Dims,
+    Loose,
+    Op,
+    Placement,
+    jvp_along,
+    match,
+    moves,
+    vary,
+    varying_axes,
+)
 from . import code
 from .code import THREADS, Function, Layout, Pairs
 from .function import Plain, Primal
@@ -315,12 +328,13 @@ def _jvp(primals: Any, tangents: Any, *, spec: Loop, order: Order) -> Any:
 elementwise = Op(
     "elementwise",
     _definition,
-    leads=lambda loop: (loop.lead,),
-    dims=_dims,
-    body=lambda loop, split, *operands, order: kernel(loop, *operands, order=order),
-    batch=_batch,
-    before=_compile_early,
-    jvp=_jvp,
-    tangent=_tangent,
+    Placement(
+        _dims,
+        lambda loop, split, *operands, order: kernel(loop, *operands, order=order),
+        leads=lambda loop: (loop.lead,),
+    ),
+    Batching(rule=_batch),
+    Derivative(jvp=_jvp, tangent=_tangent),
     types=lambda loop, *operands: loop.types(operands),
+    before=_compile_early,
 )

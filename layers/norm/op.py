@@ -33,7 +33,21 @@ from jax import Array
 
 from ...native.implementation import Implementation, Order
 from ..core.arguments import dimensions, finite, floating, floating_dtype, order_of
-from ..core.op import Dims, Loose, Op, Split, jvp_along, linear, match, moves, vary, varying_axes
+from ..core.derivative import Function, linear
+from ..core.op import (
+    Batching,
+    Derivative,
+    Dims,
+    Loose,
+    Op,
+    Placement,
+    Split,
+    jvp_along,
+    match,
+    moves,
+    vary,
+    varying_axes,
+)
 from .cuda import combined
 from .kernels import (
     apply_kernel,
@@ -478,7 +492,7 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
 
 
 @dataclasses.dataclass(frozen=True)
-class Derivative:
+class NormFunction(Function):
     """A norm as a function (`core.op`) of h, which is x or x + residual, of scale and of bias.
 
     Kept are `(h, scale or None, statistics)`; results are y, h with a residual, and statistics.
@@ -491,7 +505,7 @@ class Derivative:
         """Parameters have none."""
         return (0, -1, 0), [0, -1, -1]
 
-    def with_batch(self) -> "Derivative":
+    def with_batch(self) -> "NormFunction":
         """Returns the same of rows with one more dimension, the first."""
         return replace(self, norm=batched(self.norm, 0))
 
@@ -549,7 +563,7 @@ def tangents_of(
         dh = functools.reduce(jnp.add, parts) if parts else None
     scale, dscale = (args[large], dargs[large]) if norm.has_scale else (None, None)
     tangents = dh, dscale, dargs[-1] if norm.has_bias else None
-    return linear(Derivative(norm, order), (h, scale, list(statistics)), tangents, results)
+    return linear(NormFunction(norm, order), (h, scale, list(statistics)), tangents, results)
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> Any:
@@ -573,21 +587,16 @@ def without(norm: Norm, *flags: str) -> Norm | None:
 backward = Op(
     "norm_gradient",
     define_backward,
-    dims=functools.partial(dims_of, "backward"),
-    body=backward_body,
-    leads=(1,),
-    unfused=_backward_unfused,
-    batched=batched,
-    linear=True,
+    Placement(functools.partial(dims_of, "backward"), backward_body, leads=(1,)),
+    Batching(batched, unfused=_backward_unfused),
+    Derivative(linear=True),
     without_last=lambda norm: without(norm, "with_dbias", "with_dscale"),
 )
 forward = Op(
     "norm",
     define_forward,
-    dims=functools.partial(dims_of, "forward"),
-    body=forward_body,
-    unfused=_forward_unfused,
-    batched=batched,
-    jvp=_forward_jvp,
+    Placement(functools.partial(dims_of, "forward"), forward_body),
+    Batching(batched, unfused=_forward_unfused),
+    Derivative(jvp=_forward_jvp),
     without_last=lambda norm: without(norm, "with_rstd", "with_mean"),
 )

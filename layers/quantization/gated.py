@@ -21,7 +21,7 @@ from ...native.implementation import Order
 from ...native.kernel import Body, Kernel
 from ...native.launch import Target, launch
 from ..core.activations import Scalar, with_activation
-from ..core.op import Dims, Op, Split, batch_at
+from ..core.op import Batching, Derivative, Dims, Op, Placement, Split, batch_at
 from .quantize import (
     E4M3,
     CastLayout,
@@ -303,18 +303,17 @@ def _batch_rows(op: Op, args: Any, dims: Any, *, spec: Gated, order: Order) -> A
         results = jax.vmap(functools.partial(op.plain, spec), tuple(dims))(*args)
         return results, [0] * len(results)
     moved = [batch_at(a, d, 0, size) if a.ndim else a for a, d in zip(args, dims)]
-    assert op.dims is not None
-    _, outputs = op.dims(spec, moved[0].ndim)
+    assert op.placement is not None
+    _, outputs = op.placement.dims(spec, moved[0].ndim)
     return op(spec, *moved, order=order), [out.index(0) if out else None for out in outputs]
 
 
 hidden_gradients = Op(
     "quantize_hidden_gradients",
     None,
-    dims=_gradient_dims,
-    body=_hidden_gradients,
-    batch=_batch_rows,
-    jvp=no_second_derivative,
+    Placement(_gradient_dims, _hidden_gradients),
+    Batching(rule=_batch_rows),
+    Derivative(jvp=no_second_derivative),
 )
 """`(dh, *kept) -> (q, qt, scale)` of da and, with `up`, of dup, and `(qt, scale)` of h.
 
@@ -323,10 +322,9 @@ hidden_gradients = Op(
 hidden = Op(
     "quantize_hidden",
     None,
-    dims=_hidden_dims,
-    body=_hidden,
-    batch=_batch_rows,
-    jvp=no_second_derivative,
+    Placement(_hidden_dims, _hidden),
+    Batching(rule=_batch_rows),
+    Derivative(jvp=no_second_derivative),
 )
 """`(a[, up]) -> (q, scale)` of h, a and up, by the maxima of all devices, and three limits.
 

@@ -24,7 +24,17 @@ from ...native.dtypes import promoted
 from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
-from ..core.op import Dims, Op, Split, batch_at, match, on_unused_results
+from ..core.op import (
+    Batching,
+    Derivative,
+    Dims,
+    Op,
+    Placement,
+    Split,
+    batch_at,
+    match,
+    on_unused_results,
+)
 from ..norm import op as rms_norm
 from ..norm.kernels import apply_kernel, forward_kernel, row_statistics_kernel
 from ..norm.layouts import MAX_CLUSTER, REGISTERS, threads_for
@@ -335,8 +345,13 @@ def _drop_qt(used: list[bool], eqn: Any) -> Any:
     return [True] * len(eqn.invars), eqn
 
 
-_rules = {"batch": _batch, "jvp": no_second_derivative}
-op = Op("quantize_norm_array", None, dims=_dims, body=_body, **_rules)
+op = Op(
+    "quantize_norm_array",
+    None,
+    Placement(_dims, _body),
+    Batching(rule=_batch),
+    Derivative(jvp=no_second_derivative),
+)
 on_unused_results(op.primitive, _drop_qt)
 
 

@@ -24,7 +24,7 @@ from ...native.dtypes import CUDA_TYPES
 from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch
-from ..core.op import Dims, Op, Split
+from ..core.op import Batching, Derivative, Dims, Op, Placement, Split
 
 # ---------------------------------------------------------------- definition, in plain JAX
 # Integer operations, since the platforms' own conversions to FP8 differ for numbers beyond the
@@ -379,8 +379,14 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: Codes, order: Order) -> Any:
     return results, [*[0] * spec.has_q, *[columns] * spec.has_qt, None]
 
 
-_rules = {"batch": _batch, "jvp": no_second_derivative}
-op = Op("quantize_array", None, dims=_dims, body=_body, types=_array_types, **_rules)
+op = Op(
+    "quantize_array",
+    None,
+    Placement(_dims, _body),
+    Batching(rule=_batch),
+    Derivative(jvp=no_second_derivative),
+    types=_array_types,
+)
 
 
 def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
