@@ -87,7 +87,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         raise Left("the result is not of all rows and heads")
     groups = _groups(base, found, alone, stored, qa)
     batch, queries, heads = groups
-    if not queries or size(queries) == 1:
+    if not queries or size(queries) < 2 or size(keys) < 1:
         raise Left("one query")
     shared = [a for a in heads if a in stored]
     dtype = _dtype([found.x[3], found.w[3], v_dtype], _narrowest(forms, value, mixed.product))

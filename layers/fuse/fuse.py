@@ -277,6 +277,11 @@ _DOMAINS = "attention", "loss", "norm", "indexing", "lookup", "mlp"  # in the or
 _UNREAD = "it could not be read: "
 
 
+def _unread(error: Exception) -> str:
+    is_symbolic = isinstance(error, jax.errors.InconclusiveDimensionOperation)
+    return "its sizes are not known" if is_symbolic else _UNREAD + explained(error)
+
+
 def _found(program: Program, quantization: Quantization) -> tuple[list[Site], list[Any]]:
     """Returns the sites that were found, and (value, what, why, what it needs dead) of others."""
     sites: dict[str, list[Site]] = {name: [] for name in _DOMAINS}
@@ -293,7 +298,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
                 if equation.name in names:
                     domain.read(equation)
             except Exception as error:  # equations that cannot be read stay
-                left.append((equation.outs[0], "program", _UNREAD + explained(error), ()))
+                left.append((equation.outs[0], "program", _unread(error), ()))
     # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
     # its result would keep the norm's own equations alive.
     made = scores.made
@@ -318,7 +323,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
                     left.append((value, "product" if name == "mlp" else name, why, dead))
         except Exception as error:
             last = [v for equation in program.equations for v in equation.outs][-1]
-            left.append((last, name, _UNREAD + explained(error), ()))
+            left.append((last, name, _unread(error), ()))
         made.update(v for site in sites[name] for v in site.outs)
         scores.wanted.update(v for site in sites[name] for v in site.reads)
     return sum(sites.values(), []), left

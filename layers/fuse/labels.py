@@ -75,6 +75,8 @@ def fresh(shape: Sequence[int], free: bool = False) -> Dims:
 
 def regroup(dims: Dims, shape: Sequence[int]) -> Dims | None:
     """Returns the labels of an array reshaped to `shape`; None if its dimensions cut across."""
+    if 0 in shape:
+        return None
     left, out = list(atoms(dims)), []
     for n in shape:
         group: list[Label] = []

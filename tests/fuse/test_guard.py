@@ -181,7 +181,7 @@ def test_effects_happen_once(where, monkeypatch):
         return y
 
     monkeypatch.setattr(owner, name, fails)
-    fused = fuse_cases.Fused(function)
+    fused = fuse_cases.Fused(function, serves=False)
     got = fused(X[0, 0])
     jax.effects_barrier()
     assert len(seen) == 2 and calls and any("Planted" in row.reason for row in fused.rows), seen
