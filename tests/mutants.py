@@ -560,15 +560,22 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/attention.py",
-        "jnp.where(sees & ~some, jnp.nan, 1)",
-        "jnp.where(sees & ~some, 0, 1)",
+        "jnp.where(nothing, jnp.nan, 1)",
+        "jnp.where(nothing, 0, 1)",
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
     ),
     Mutant(  # scores that a mask has replaced get a gradient
         "layers/fuse/attention.py",
-        "q = q if adds else jnp.where(finite & ~some, 0, q)",
+        "q, k = jnp.zeros_like(q), jnp.zeros_like(k)",
         "pass",
-        "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[-1e9]",
+        "tests/fuse/test_extremes.py::"
+        "test_gradients_of_rows_whose_keys_are_all_hidden[1e9 written-36-True]",
+    ),
+    Mutant(  # scores that a number has rounded away have no gradient
+        "layers/fuse/attention.py",
+        "jnp.where(where, tangents[0] / FAINT, tangents[0])",
+        "jnp.where(where, 0 * tangents[0], tangents[0])",
+        "tests/fuse/test_extremes.py::test_sequences_that_see_nothing_need_no_second_attention",
     ),
     Mutant(
         "layers/fuse/scores.py",

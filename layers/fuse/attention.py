@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .forms import ABSORBING, NUMBER, Form, Mask, Row, Scores
 from .indices import band_of, complement, region, two_valued
@@ -43,17 +44,18 @@ class Seen:
     biases: list[tuple[int, Dims, float]] = dataclasses.field(default_factory=list)
     fixed: Any = None
 
-    def arrays(self, read: Read) -> tuple[Any, Any]:
-        """Returns the bias and the mask, or None."""
+    def arrays(self, read: Read) -> dict[str, Any]:
+        """Returns arrays of `normfuse.attention`, by their names."""
         batch, queries, heads, keys = self.groups
         place = lambda x, dims: arrange(x, dims, (batch, heads, queries, keys), full=False)
         masks = [place(read(m.value), m.dims) == m.keep for m in self.masks]
         if self.fixed is not None:
             masks.append(jnp.asarray(self.fixed)[None, None])
         biases = [times(place(read(b), dims), factor) for b, dims, factor in self.biases]
-        mask = functools.reduce(jnp.logical_and, masks) if masks else None
         add = lambda a, b: a.astype(self.dtype) + b  # biases of 16 bits are added in wider dtypes
-        return functools.reduce(add, biases) if biases else None, mask
+        given = {"bias": biases and functools.reduce(add, biases)}
+        given["mask"] = masks and functools.reduce(jnp.logical_and, masks)
+        return {name: x for name, x in given.items() if not isinstance(x, list)}
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
@@ -98,7 +100,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         raise Left("scores are multiplied by a number that is not positive")
     lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
     count = f"{size(heads)}" + (f"/{size(shared)}" if size(shared) != size(heads) else "")
-    options = {"scale": scale, "softcap": found.softcap, "empty": None, "number": None}
+    options = {"scale": scale, "softcap": found.softcap, "rows": None}
     seen = Seen((*groups, keys), dtype, options)
     _sort_masks(forms, form, forms.rows[value], seen)
     parts = {
@@ -117,7 +119,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
 
     def compute(read: Read) -> Sequence[Any]:
         q, k, v = (arrange(read(u), dims, to).astype(dtype) for u, dims, to in operands)
-        y = called(attend, q, k, v, *seen.arrays(read), **options)
+        y = called(attend, q, k, v, seen.arrays(read), **options)
         labels = [(l,) for l in atoms((batch, queries, heads, values))]
         y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), form.dims)
         return [times(y, factor).astype(g.avals[value].dtype)]
@@ -212,12 +214,14 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
     mean = 1 / s
     if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
         row = replace(row, value=np.float64(mean))  # a mean, without the rounding
-    seen.options |= {"adds": any(m.added and m.fill > -math.inf for m in base.masks)}
+    infinite = _sort_biases(forms, base, seen)
     if seen.masks or not sees:
-        _sort_empty(base.masks, row, seen, sees, mean)
-    seen.options["infinite"] = _sort_biases(forms, base, seen)
-    if seen.options["infinite"]:
-        seen.options["number"] = _number(base.masks, row, mean)
+        seen.options["rows"] = _rows(base.masks, row, sees, mean)
+    if infinite:
+        seen.options["rows"] = _rows_of_biases(base.masks, row, mean, seen)
+    seen.options["infinite"] = infinite
+    if seen.options["rows"] == "absorbed" and (base.inner is not None or seen.dtype == jnp.float16):
+        raise Left("a number that rounds scores away, which have a soft cap or are float16")
 
 
 def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
@@ -249,32 +253,33 @@ def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
     return infinite
 
 
-def _number(masks: Sequence[Mask], row: Row, mean: float) -> float:
-    """Returns the one number that masks write or add beside a bias that may be -inf."""
-    numbers = {(m.fill, m.added and m.fill > -math.inf) for m in masks} or {(-math.inf, False)}
-    ((number, adds), *more) = numbers
-    if more or not adds and number > -math.inf and any(m.changed for m in masks):
-        raise Left("a bias that may be -inf, and masks of several numbers")
-    fine = row.number == mean or (abs(number) < ABSORBING if adds else row.number is None)
-    if number > -math.inf and not fine:
-        raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
-    return number
-
-
-def _sort_empty(masks: Sequence[Mask], row: Row, seen: Seen, sees: bool, mean: float) -> None:
-    """Finds out what rows are that see nothing, where there may be such rows."""
+def _rows(masks: Sequence[Mask], row: Row, sees: bool, mean: float) -> Any:
+    """Returns what rows are that see nothing by masks: `rows` of `attend`."""
     if row.kind == "mixed":
         raise Left("what its rows are that see nothing is not one number")
     if row.kind == "shifted" or any(m.added for m in masks):
         first, *more = masks
-        absorbs = abs(first.fill) >= ABSORBING and row.number != mean
-        if more or not sees or first.fill == -math.inf or absorbs:
+        absorbs = abs(first.fill) >= ABSORBING
+        if more or not sees or first.fill == -math.inf or absorbs and row.number != mean:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        seen.options["number"] = first.fill
-    elif row.back[NUMBER] or any(m.changed for m in masks):
+        return "absorbed" if absorbs else "shifted"
+    if row.back[NUMBER] or any(m.changed for m in masks):
         raise Left("rows that may see nothing have a gradient, or one that is NaN")
-    else:
-        seen.options["empty"] = row.number
+    return math.nan if row.number != row.number else row.number
+
+
+def _rows_of_biases(masks: Sequence[Mask], row: Row, mean: float, seen: Seen) -> Any:
+    """Returns what rows are whose biases are -inf at all keys that masks leave them, too."""
+    numbers = {(m.fill, m.added and m.fill > -math.inf) for m in masks} or {(-math.inf, False)}
+    ((number, adds), *more) = numbers
+    if more or not adds and number > -math.inf and any(m.changed for m in masks):
+        raise Left("a bias that may be -inf, and masks of several numbers")
+    if number == -math.inf:
+        return seen.options["rows"]
+    if row.number != mean and (abs(number) >= ABSORBING if adds else row.number is not None):
+        raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
+    step = abs(number) * float(jnp.finfo(jnp.promote_types(seen.dtype, jnp.float32)).eps)
+    return ("absorbed" if step >= LARGEST_STEP else "shifted") if adds else "written"
 
 
 def _band(g: Program, m: Mask, queries: list, keys: Labels):
@@ -325,88 +330,107 @@ def times(x: Any, factor: float, least: Any = jnp.float32) -> Any:
     return x if factor == 1 else x.astype(jnp.promote_types(x.dtype, least)) * factor
 
 
+FAINT = 2.0**-40
+LARGEST_STEP = 16
+"""A sum with scores that are rounded to multiples of more than this has nothing left of them."""
+
+
 @jax.custom_jvp
-def _spoiled(x: Any, wrong: Any) -> Any:
-    """x, with gradients that are NaN where something is wrong."""
-    del wrong
-    return x
+def _faint(x: Any, where: Any) -> Any:
+    """x · FAINT in some places, so that the scores that it makes are nothing beside rounding.
+
+    The derivative is divided by FAINT: with two such factors, the product's is that of x itself.
+    """
+    return jnp.where(where, x * FAINT, x)
 
 
-@_spoiled.defjvp
+@_faint.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    x, wrong = primals
-    return x, tangents[0] * jnp.where(wrong, jnp.nan, 1).astype(x.dtype)
+    x, where = primals
+    return _faint(x, where), jnp.where(where, tangents[0] / FAINT, tangents[0])
 
 
-def attend(q, k, v, bias, mask, *, number, adds, infinite, empty, causal, window, **scores):
+def attend(q, k, v, given, *, rows, infinite, causal, window, **scores):
     """`normfuse.attention`, with rows that see nothing as the user's own code has them.
 
+    There is no branch: a GPU waits for the host where a program chooses. Such rows have a closed
+    form, or they are those of a second attention, whose lengths are 0 where there are none.
+
     Args:
-      number: what masks write into scores, or add to them (`adds`), where rows may see nothing of
-        which that is to be known; else None.
-      infinite: a bias may be -inf at all keys that a row sees. It leaves the row those that a mask
-        hides by a number, and is NaN without such.
-      empty: the weight of each value in other rows that see nothing: NaN, 0, 1 over their number,
-        …; None where there are none.
+      given: arrays of `normfuse.attention`, by their names.
+      rows: rows that see nothing; None where there are none, or it does not matter. A number is the
+        weight of each value. "shifted" rows see all keys, whose scores have one number added.
+        In "absorbed" rows that number has rounded the scores away, but not their derivative. In
+        "written" rows it replaces the scores of the keys that masks hide.
+      infinite: a bias may be -inf at all keys that a row sees, which is then as if it saw nothing;
+        but NaN where masks leave it no other keys.
       scores: options of `normfuse.attention`.
     """
     from ..attention import attention
 
-    plain = functools.partial(attention, causal=causal, window=window, **scores)
+    options = scores | {"causal": causal, "window": window}
+    if not infinite and rows in (None, 0):
+        return attention(q, k, v, **given, **options)
+    bias, keys = given.get("bias"), k.shape[1]
     # Of constants alone XLA would compute what follows while it compiles, for minutes.
-    mask, least = jax.lax.optimization_barrier((mask, jnp.float32(-jnp.inf)))
-    is_finite = lambda bias: bias > least.astype(bias.dtype)
-    seen = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
+    barred = lax.optimization_barrier((given.get("mask"), jnp.float32(-jnp.inf)))
+    given = given | ({} if barred[0] is None else {"mask": barred[0]})
+    seen = _seen(q.shape[1], keys, given, causal, window)
+    of_rows = lambda x: jnp.any(x, -1, keepdims=True).swapaxes(1, 2)
+    is_finite = lambda x: x > barred[1].astype(x.dtype)
+    sees = of_rows(seen)
+    some = of_rows(seen & is_finite(bias)) if infinite else sees
+    wide, groups = jnp.promote_types(v.dtype, jnp.float32), q.shape[2] // k.shape[2]
+    every = {name: x for name, x in given.items() if name in ("bias", "dropout_mask")}
+
+    if rows in ("shifted", "absorbed") and bias is None and seen.shape[1:3] == (1, 1):
+        # Whole sequences see nothing: then they see all keys, and no second attention is needed.
+        if rows == "absorbed":
+            q, k = _faint(q, ~some), _faint(k, ~some)
+        if "mask" in given:
+            given["mask"] = given["mask"] | ~some
+        if "lengths" in given:
+            given["lengths"] = jnp.where(some[:, 0, 0, 0], given["lengths"], keys)
+        return attention(q, k, v, **given, **options)
+
+    def rest(q, k, v, every):
+        """Computes the rows without a key that masks and biases leave them."""
+        if rows == "absorbed":
+            q, k = _faint(q, True), _faint(k, True)
+            if bias is not None:
+                nothing = every["bias"] - lax.stop_gradient(every["bias"])
+                every = every | {"bias": jnp.where(is_finite(every["bias"]), nothing, -jnp.inf)}
+        elif rows == "written":
+            q, k = jnp.zeros_like(q), jnp.zeros_like(k)
+            every = {"mask": hidden} | {n: x for n, x in every.items() if n != "bias"}
+        wanted = jnp.any(jnp.broadcast_to(~some, (len(q), *some.shape[1:])), (1, 2, 3))
+        return attention(q, k, v, **every, lengths=jnp.where(wanted, keys, 0), **scores)
+
+    y, nothing = attention(q, k, v, **given, **options), sees & ~some  # NaN
+    if isinstance(rows, str):
+        hidden = ~seen | ~jnp.any(seen, -1, keepdims=True)
+        if infinite:
+            nothing = ~some & ~of_rows(hidden if rows == "written" else is_finite(bias))
+            some |= nothing
+        y = jnp.where(some, y, jax.checkpoint(rest)(q, k, v, every))
+    elif rows:
+        share = jnp.where(sees, 0, jnp.asarray(rows, wide))  # NaN only where it has to be
+        total = jnp.repeat(jnp.sum(v.astype(wide), 1, keepdims=True), groups, 2)
+        y = jnp.where(sees, y, (share * total).astype(y.dtype))
+    return y * jnp.where(nothing, jnp.nan, 1).astype(y.dtype) if infinite else y
+
+
+def _seen(length: int, keys: int, given: Any, causal: bool, window: int | None) -> Any:
+    """Returns the keys that queries see, `(batch, heads, length, keys)` or 1 in place of these."""
+    parts = [jnp.ones((1, 1, 1, keys), bool)]
     if causal:
-        behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
-        seen = seen & (behind >= 0) & (behind < (window or k.shape[1]))
-    shown = seen & is_finite(bias) if infinite else seen
-    rows = lambda x: jnp.any(x, -1, keepdims=True).swapaxes(1, 2)
-    sees, some = rows(seen), rows(shown)
-    wide = jnp.promote_types(v.dtype, jnp.float32)
-
-    def usual(q, k, v, bias, mask):
-        attended = functools.partial(plain, q, k, bias=bias, mask=mask)
-        if mask is None or empty in (None, 0):
-            return attended(v)
-        groups = q.shape[2] // k.shape[2]
-        if empty != empty:
-            # The softmax of such a row is NaN for all keys. The mask stops its gradient to the
-            # scores, and nothing the one to the values.
-            heads = jnp.any(~jnp.broadcast_to(sees, (*q.shape[:-1], 1)), 1, keepdims=True)
-            heads = jnp.any(heads.reshape(*heads.shape[:2], -1, groups), -1)[..., None]
-            return jnp.where(sees, attended(_spoiled(v, heads)), jnp.nan)
-        y, every = attended(v), empty * jnp.sum(v.astype(wide), 1, keepdims=True)
-        return jnp.where(sees, y, jnp.repeat(every.astype(y.dtype), groups, 2))
-
-    def general(q, k, v, bias, mask):
-        """Has the masks as numbers of a bias, and no scores where these are all that is left."""
-        written = jnp.asarray(number, wide)
-        if adds:
-            hidden = jnp.where(seen, 0, written)
-            whole, mask = hidden if bias is None else bias.astype(wide) + hidden, None
-        else:
-            whole = jnp.where(seen, bias.astype(wide), written)
-            mask = seen | ~jnp.any(shown, -1, keepdims=True)
-        finite = rows(whole > -jnp.inf)
-        q = q if adds else jnp.where(finite & ~some, 0, q)
-        y = attention(q, k, v, bias=whole, mask=mask, implementation="xla", **scores)
-        return y * jnp.where(finite, 1, jnp.nan).astype(y.dtype)
-
-    if number is None:
-        return usual(q, k, v, bias, mask)
-    if number == -jnp.inf:
-        y = usual(q, k, v, bias, mask)
-        return y * jnp.where(sees & ~some, jnp.nan, 1).astype(y.dtype)
-    specific = jnp.all(some if adds else some | ~sees)
-    if adds and abs(number) < ABSORBING:
-        # A number that all scores of a row have added changes nothing: such a row sees all keys,
-        # and those of a row that sees some stay the same.
-        mask = None if mask is None else mask | ~jnp.any(seen, -1, keepdims=True)
-        if not infinite:
-            return plain(q, k, v, bias=bias, mask=mask)
-        specific |= jnp.all(is_finite(bias))
-    return jax.lax.cond(specific, usual, jax.checkpoint(general), q, k, v, bias, mask)
+        behind = jnp.arange(length)[:, None] - jnp.arange(keys)
+        parts.append(((behind >= 0) & (behind < (window or keys)))[None, None])
+    if "mask" in given:
+        parts.append(given["mask"])
+    if "lengths" in given:
+        parts.append(jnp.arange(keys) < given["lengths"][:, None, None, None])
+    return functools.reduce(jnp.logical_and, parts)
 
 
 # ---------------------------------------------------------------- what is none

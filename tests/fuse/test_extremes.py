@@ -188,24 +188,79 @@ def test_a_bias_that_hides_rows(name):
     assert fused.served() == ({} if name == "-inf, then the bias" else {"attention": 1}), fused
 
 
-def test_rows_that_see_nothing_beside_a_finite_bias_stay_with_the_kernels(monkeypatch):
+FINITE = np.zeros((T, T), np.float32)
+FINITE[2, :3], FINITE[5, 1:], FINITE[6, :7] = (-np.inf,) * 3
+LAST = np.arange(T) < 6
+WRITTEN = {  # beside a bias that leaves rows no key that a mask shows, but some that it hides
+    "least added": lambda s, b, m: s + b + jnp.where(m, 0.0, LEAST),
+    "1e9 added": lambda s, b, m: s + b + jnp.where(m, 0.0, -1e9),
+    "1e4 added": lambda s, b, m: s + (b + jnp.where(m, 0.0, -1e4)),
+    "1e9 written": lambda s, b, m: jnp.where(m, s + b, -1e9),
+    "least written": lambda s, b, m: jnp.where(m, s + b, LEAST),
+}
+
+
+@pytest.mark.parametrize(
+    "name, mask, hiding",
+    [
+        *((name, CAUSAL, True) for name in WRITTEN),
+        *((name, EMPTY, hiding) for name in WRITTEN for hiding in (False, True)),
+        *((name, np.zeros((T, T), bool), False) for name in ("least added", "1e4 added")),
+        ("least added", np.broadcast_to(LAST, (T, T)), False),
+    ],
+    ids=lambda x: str(x) if isinstance(x, str | bool) else str(int(x.sum())),
+)
+def test_gradients_of_rows_whose_keys_are_all_hidden(name, mask, hiding):
+    """Queries, keys, values and the bias get what theirs get, from such rows too."""
+
+    def attention(q, k, v, b, mask):
+        s = WRITTEN[name](jnp.einsum("btd,bsd->bts", q, k) * 0.35, b, mask)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(s), v)
+
+    args = [*draws(*((2, T, T),) * 3), draw(4, T, T) + (FINITE if hiding else 0), jnp.asarray(mask)]
+    fused = Fused(attention)
+    want, got = fuse_cases.run(attention, fused, args=args)["float32"]
+    assert np.isfinite(want[0][0]).all() and fused.served() == {"attention": 1}, str(fused)
+    close(got, want, 4e-3 if name.startswith("1e4 added") else None)  # 3 digits beside 1e4
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_sequences_that_see_nothing_need_no_second_attention(empty):
+    """A mask of keys alone hides all of a sequence's keys or none: its derivative has no branch."""
+
+    def attention(q, k, v, mask):
+        s = jnp.einsum("btd,bsd->bts", q, k) * 0.35 + jnp.where(mask, 0.0, LEAST)[:, None]
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(s), v)
+
+    mask = jnp.stack([jnp.arange(T) < 5, (jnp.arange(T) < 3) & (not empty)])
+    args = [*draws(*((2, T, T),) * 3), mask]
+    fused = Fused(attention)
+    want, got = fuse_cases.run(attention, fused, args=args)["float32"]
+    close(got, want)
+    assert fused.served() == {"attention": 1}, str(fused)
+    text = str(jax.make_jaxpr(lambda *args: fuse_cases.both_ways(fused, args))(*args))
+    assert text.count("normfuse_attention[") == 1 and "cond[" not in text
+
+
+def test_a_second_attention_has_no_keys_where_all_rows_see_some(monkeypatch):
     """The bias may be -inf as far as is known; padding, as T5X writes it, leaves rows no key."""
     calls, attention = [], normfuse.attention
 
-    def recorded(*args, implementation=None, **options):
-        calls.append(implementation)
-        return attention(*args, implementation=implementation, **options)
+    def recorded(*args, lengths=None, **options):
+        calls.append(lengths)
+        return attention(*args, lengths=lengths, **options)
 
     monkeypatch.setattr("normfuse.layers.attention.attention", recorded)
+    monkeypatch.setattr("jax.checkpoint", lambda function: function)
     q, k, v, bias = draws(*((2, T, 1, T),) * 3, (1, 1, T, T))
-    shown = np.arange(T) < 5
-    mask = jnp.asarray(shown[:, None] & shown & CAUSAL)[None, None]
-    options = {"adds": True, "infinite": True, "empty": None, "causal": False, "window": None}
+    options = {"rows": "shifted", "infinite": True, "causal": False, "window": None}
     with jax.disable_jit():
-        for hidden, kernel in ((0, None), (-jnp.inf, "xla")):
-            bias = bias.at[0, 0, 7].add(hidden)
-            fused_attention.attend(q, k, v, bias, mask, number=-1e10, **options)
-            assert calls.pop() == kernel and not calls
+        for row, wanted in ((None, [0, 0]), (1, [0, T])):
+            mask = jnp.asarray(CAUSAL)[None, None].repeat(2, 0)
+            mask = mask if row is None else mask.at[row, 0, 4].set(False)
+            fused_attention.attend(q, k, v, {"bias": bias, "mask": mask}, **options)
+            first, second = calls[-2:]
+            assert first is None and second.tolist() == wanted
 
 
 @pytest.mark.parametrize("name", ["twice a bias", "the least number added, and a bias"])
