@@ -1,9 +1,18 @@
 """Attention by cuDNN, through `jax.nn.dot_product_attention`, for one device.
 
-JAX differentiates its call with a forward and a backward kernel, and passes the log-sum-exps from
-one to the other. Here each runs in an operation of its own, so the program of JAX's derivative is
-cut between them: nothing is computed twice, and the log-sum-exps stay float32. They stand for the
-rows' largest scores, with 0 for the logs of their sums.
+The log-sum-exps of its kernels stand for the rows' largest scores, with 0 for the logs of their
+sums.
+
+Where a mask decides when the program runs which kernel serves, all that may serve run, those that
+are not wanted on sequences of length 0: they take some microseconds, and write nothing. A
+`lax.cond` would make the host wait for the device.
+
+Dropout has two calls each way. With P the softmax, M the mask of what is kept, r the rate and
+δ = Σ dout · out:
+
+    out = out' · exp(lse' - lse) / (1 - r)      out', lse' of the kept keys alone, lse of all
+    ds = P · (M / (1 - r) · dP - δ)             of kept keys, by lse + log(1 - r) and (1 - r) · out
+                                                of dropped ones, by lse, out and values of 0
 """
 
 import functools
@@ -19,15 +28,15 @@ from jax import Array, lax
 from ...native.dtypes import NARROW
 from ...native.implementation import Unsupported
 from ...native.jax_private import packed_attention
-from ...native.jaxpr import evaluate, results_of
+from .calls import Call, reached, run_backward, run_forward
 from .spec import Dimensions, Dims, Numbers, Spec, numbers, spread
 
 # cuDNN takes masks and biases for all queries and keys, so they are made for the call where the
 # user's are smaller. From so many on, blocks serve: their memory is linear.
 _MOST_MADE = 2**28
 
-# JAX replaces hidden scores by this number: cuDNN subtracts larger ones wrongly.
-_HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+# With fewer keys a mask takes less time than a kernel that is not wanted.
+_CHOICE = 512
 
 
 def forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
@@ -42,8 +51,18 @@ def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
 
 def kind(capability: int, spec: Spec, avals: Sequence[Any]) -> str:
     """Returns what `forward` calls for operands of these types; raises Unsupported if nothing."""
-    jax.eval_shape(functools.partial(forward, capability, spec), *avals)
-    return "cuDNN"
+    calls: list[Call] = []
+
+    def run(spec: Spec, call: Call, *operands: Array) -> list[Array]:
+        calls.append(call)
+        return _forward(spec, call, *operands)
+
+    served = functools.partial(_served, capability, run, Spec.forward_dims, spec)
+    jax.eval_shape(lambda *operands: served(operands), *avals)
+    if "dropout" in spec.dims:
+        return "cuDNN, twice: dropout"
+    names = list(dict.fromkeys(call.name for call in reversed(calls) if call.name))
+    return f"cuDNN, with {' or '.join(names)}" if names else "cuDNN"
 
 
 class _Refused(Unsupported):
@@ -61,15 +80,16 @@ def _served(
     spec: Spec,
     operands: Sequence[Array],
 ) -> list[Array]:
-    """Returns `run(spec, call, *operands)` for the simplest call, of even lengths."""
-    dims = dims_of(spec, operands[0].ndim)
+    """Returns `run(spec, call, *operands)` by the calls that may serve, of even lengths."""
 
     def even(spec: Spec, *operands: Array) -> list[Array]:
         q, k, _, *others = operands
-        _require(capability, spec, q, k, others[: len(spec.extras)])
-        return _simplest(capability, spec, functools.partial(run, spec), operands, dims)
+        dims = dims_of(spec, q.ndim)
+        extras = spec.named(others[: len(spec.extras)])
+        _require(capability, spec, q, k, extras)
+        return _chosen(capability, spec, functools.partial(run, spec), extras, operands, dims)
 
-    return _of_even_length(even, spec, dims, operands)
+    return _of_even_length(even, spec, dims_of(spec, operands[0].ndim), operands)
 
 
 def _of_even_length(
@@ -77,20 +97,25 @@ def _of_even_length(
 ) -> list[Array]:
     """Returns `function(spec, *operands)`, with another row or key where their number is odd.
 
-    JAX refuses odd lengths in training, such as that of tokens without the last one. `causal`, or
-    else the mask, hides the new key from all other rows, and the new row's gradient is 0.
+    JAX refuses odd lengths beside a bias, and cuDNN is slow with them. `causal`, or else the mask,
+    or else a length hides the new key from all other rows, and the new row's gradient is 0.
     """
     q, k = operands[:2]
     d = numbers(q.ndim)
     sizes = {d.length: q.shape[-4], d.keys: k.shape[-3]}
-    if spec.causal:
-        hidden = sizes[d.length] == sizes[d.keys]
-    else:
-        hidden = d.keys in spec.dims.get("mask", ()) and 1 not in sizes.values()
-    is_odd = hidden and any(n % 2 for n in sizes.values())
+    is_odd = not {0, 1} & {*sizes.values()} and any(n % 2 for n in sizes.values())
+    is_odd = is_odd and (not spec.causal or sizes[d.length] == sizes[d.keys])
     if is_odd:
         more = functools.partial(_with_another, spec, {n: size % 2 for n, size in sizes.items()}, d)
         operands = [more(i, a, n) for i, (a, n) in enumerate(zip(operands, dims[0]))]
+        if not spec.causal and d.keys not in spec.dims.get("mask", ()):
+            end, names = 3 + len(spec.extras), [*spec.dims]
+            if "key lengths" in names:
+                i = 3 + names.index("key lengths")
+                operands[i] = jnp.minimum(operands[i], sizes[d.keys])
+            else:
+                operands.insert(end, jnp.int32(sizes[d.keys]))
+                spec = replace(spec, extras=(*spec.extras, ("key lengths", ())))
     try:
         results = function(spec, *operands)
     except RuntimeError as error:  # NotImplementedError too
@@ -120,11 +145,16 @@ def _with_another(
     return pad(widths(d.length, d.keys))
 
 
-def _forward(spec: Spec, call: "_Call", q: Array, k: Array, v: Array, *_: Array) -> list[Array]:
-    if not spec.statistics:
-        out = call.attend(*call.flat(q, k, v), *call.operands)
+def _forward(spec: Spec, call: "Call", q: Array, k: Array, v: Array, *_: Array) -> list[Array]:
+    flat = call.flat(q, k, v)
+    if not spec.statistics and not call.parts:
+        out = call.attend(*flat, *call.operands)
         return [call.only_seen(out, 0).reshape(q.shape)]
-    out, lse = _run_forward(call, call.flat(q, k, v))
+    out, lse = run_forward(call, flat)
+    if call.parts:
+        out, of_kept = run_forward(call.parts[0], flat)
+        part = jnp.exp(of_kept - lse) / (1 - spec.dropout_rate)
+        out = (out * jnp.moveaxis(part, 1, 2)[..., None]).astype(out.dtype)
     lse = call.of_rows(lse)
     if (some := call.rows_that_see) is not None:
         lse = jnp.where(some, lse, jnp.inf)
@@ -133,14 +163,23 @@ def _forward(spec: Spec, call: "_Call", q: Array, k: Array, v: Array, *_: Array)
 
 
 def _gradients(
-    spec: Spec, call: "_Call", q: Array, k: Array, v: Array, *others: Array
+    spec: Spec, call: "Call", q: Array, k: Array, v: Array, *others: Array
 ) -> list[Array]:
     *_, out, most, log_sum, dout = others
     *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
-    # A row adds nothing to any gradient with a gradient of 0, and weights that are finite.
-    lse = jnp.where(most == jnp.inf, 0, most + log_sum)
+    # A row that sees nothing adds nothing to any gradient: its gradient and its weights are 0.
+    lse = jnp.where(most == jnp.inf, _EMPTY, most + log_sum)
     lse = call.of_kernel(lse.reshape(len(flat_out), -1, q.shape[-4]))
-    found = _run_backward(call, qkv, flat_out, lse, call.only_seen(flat_dout, 0))
+    dout = call.only_seen(flat_dout, 0)
+    if call.parts:
+        (kept, dropped), keep = call.parts, 1 - spec.dropout_rate
+        whole = (flat_out.astype(lse.dtype) * keep).astype(dout.dtype)
+        found = run_backward(kept, qkv, whole, lse + math.log(keep), dout)
+        qkv[2] = jnp.zeros_like(qkv[2])
+        others = run_backward(dropped, qkv, flat_out, lse, dout)
+        found = [a if i == 2 else a + b for i, (a, b) in enumerate(zip(found, others))]
+    else:
+        found = run_backward(call, qkv, flat_out, lse, dout)
     results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
     return results + ([call.whole_bias(found[3])] if spec.dbias else [])
 
@@ -148,16 +187,15 @@ def _gradients(
 # ---------------------------------------------------------------- supported arguments
 
 
+_EMPTY = 2.0**100  # a log-sum-exp beside which every score's exponential is 0
 _INDEXED = 2**31  # elements of an array; the gradients of more were wrong on an H100, cuDNN 9
 
 
-def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> None:
+def _require(capability: int, spec: Spec, q: Array, k: Array, extras: dict[str, Array]) -> None:
     """Raises Unsupported, with the reason, for operands that cuDNN does not take."""
     length, keys, width = q.shape[-4], k.shape[-3], q.shape[-1]
     if spec.softcap is not None:
         raise _Refused("a softcap", "cuDNN has no softcap")
-    if {"dropout", "lengths", "key lengths"} & {*spec.dims}:
-        raise _Refused("dropout or lengths", "cuDNN is not asked for dropout and lengths yet")
     if q.dtype.name not in NARROW:
         raise _Refused(q.dtype.name, f"cuDNN takes {' and '.join(NARROW)}, not {q.dtype.name}")
     most = 256 if capability >= 90 else 128
@@ -176,15 +214,19 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
     if length % 2 or keys % 2:
         reason = "with a bias, a mask or segments, cuDNN takes even lengths"
         raise _Refused("an odd length", reason)
-    if "bias" in spec.dims and extras[0].dtype != q.dtype:
+    if "bias" in extras and extras["bias"].dtype != q.dtype:
+        other = extras["bias"].dtype.name
         raise _Refused(
-            f"a bias of {extras[0].dtype.name}",
-            f"cuDNN would round the bias from {extras[0].dtype.name} to {q.dtype.name}; cast it "
-            "if that is enough",
+            f"a bias of {other}",
+            f"cuDNN would round the bias from {other} to {q.dtype.name}; cast it if that is enough",
         )
-    given = sum(a.size for a in extras)
-    call = lambda *extras: _Call(spec, q, k, extras).operands
-    made = sum(a.size for a in jax.eval_shape(call, *extras))
+    given = sum(a.size for a in extras.values())
+
+    def operands(extras: dict[str, Array]) -> list[list[Array]]:
+        call = Call(spec, q, k, extras)
+        return [one.operands for one in (call, *call.parts)]
+
+    made = sum(a.size for a in jax.tree.leaves(jax.eval_shape(operands, extras)))
     if made > max(_MOST_MADE, given):
         reason = "cuDNN would need a mask or a bias of all scores in memory"
         raise _Refused("a mask of all scores", reason)
@@ -193,8 +235,13 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
 _Run = Callable[..., list[Array]]  # takes a call and the operands of `forward` or `gradients`
 
 
-def _simplest(
-    capability: int, spec: Spec, run: _Run, operands: Sequence[Array], dims: Dims
+def _chosen(
+    capability: int,
+    spec: Spec,
+    run: _Run,
+    extras: dict[str, Array],
+    operands: Sequence[Array],
+    dims: Dims,
 ) -> list[Array]:
     """Returns `run(call, *operands)` for the simplest call that computes the same.
 
@@ -202,35 +249,68 @@ def _simplest(
     kernel without a mask serves if the mask is that of `causal`, if it hides nothing, if it leaves
     each sequence its first keys, or rows and keys, or if equal segment ids are contiguous.
     """
-    q, k, _, *others = operands
-    extras = others[: len(spec.extras)]
-    whole = lambda *operands: run(_Call(spec, q, k, extras), *operands)
+    q, k = operands[:2]
+    # Of constants XLA would compute all that follows while it compiles: 100 s for 2048 x 2048.
+    if "mask" in extras:
+        extras["mask"] = lax.optimization_barrier(extras["mask"])
+    if "dropout" in extras:
+        # What the forward's kernels read would be kept for the backward's, which make it again of
+        # a mask that depends on out's gradient: XLA drops barriers before it orders a program.
+        last = lax.optimization_barrier(operands[-1]).reshape(-1)[0].astype(jnp.float32)
+        extras["dropout"] = lax.optimization_barrier(extras["dropout"]) & ~(last > jnp.inf)
     if "segments" in spec.dims:
-        return _packed(capability, spec, run, whole, operands, dims)
-    if "mask" not in spec.dims:
-        return whole(*operands)
-    # Of a constant XLA would compute all that follows while it compiles: 100 s for 2048 x 2048.
-    extras[-1] = lax.optimization_barrier(extras[-1])
-    d, simple, along = numbers(q.ndim), replace(spec, extras=spec.extras[:-1]), {*spec.dims["mask"]}
-    square = {d.length, d.keys} <= along and q.shape[-4] == k.shape[-3]
-    seen = spread(extras[-1], spec.dims["mask"], d.scores)
+        ways = _packed(capability, spec, run, extras, operands, dims)
+    elif "mask" in spec.dims and spec.window is None and k.shape[-3] >= _CHOICE:
+        calls = _without_mask(spec, q, k, extras)
+        ways = [(flag, functools.partial(run, call, *operands)) for flag, call in calls]
+    else:
+        ways = []
+    # `jnp.where` and no sum: a kernel that was not wanted has not written its results.
+    none = functools.reduce(jnp.logical_or, [flag for flag, _ in ways]) if ways else None
+    found = run(Call(spec, q, k, extras, wanted=None if none is None else ~none), *operands)
+    for flag, way in reversed(ways):
+        found = [jnp.where(flag, a, b) for a, b in zip(way(), found, strict=True)]
+    return found
+
+
+def _without_mask(
+    spec: Spec, q: Array, k: Array, extras: dict[str, Array]
+) -> list[tuple[Array, "Call"]]:
+    """Returns calls without the mask, each with a flag that tells if it has the mask's results.
+
+    One flag at most is set.
+    """
+    d, simple = numbers(q.ndim), _without(spec, "mask", "lengths", "key lengths")
+    names = [n for n in ("mask", "lengths", "key lengths") if n in extras]
+    length, keys = q.shape[-4], k.shape[-3]
+    seen, along = spread(extras["mask"], spec.dims["mask"], d.scores), {*spec.dims["mask"]}
+    for name, n, size in ("lengths", d.length, length), ("key lengths", d.keys, keys):
+        if name in extras:
+            at = jnp.arange(size).reshape([size if m == n else 1 for m in d.scores])
+            seen &= at < spread(extras[name], spec.dims[name], d.scores)
+            along |= {*spec.dims[name], n}
+    square = {d.length, d.keys} <= {*spec.dims["mask"]} and length == keys
     if spec.causal and d.length in along:
-        seen &= reached(spec, q.shape[-4], k.shape[-3])
+        seen &= reached(spec, length, keys)
     padding = None
-    if spec.window is None and d.keys in along and not {d.heads, d.group} & along:
+    if d.keys in along and not {d.heads, d.group} & along:
         padding = _Padding(q, k, seen, of_rows=d.length in along)
-    flags, branches = [], []
+    calls, before = [], jnp.zeros((), bool)
     for causal in sorted({spec.causal, spec.causal or square}, reverse=True):
         kind = replace(simple, causal=causal)
         near = jnp.ones((1, 1), bool)
         if causal and d.length in along:
-            near = reached(kind, q.shape[-4], k.shape[-3])
-        for given in [None] if padding is None else [None, padding]:
-            call = functools.partial(_Call, kind, q, k, extras[:-1], given)
-            flags.append(jnp.all(seen == near) if given is None else given.fits(near))
-            branches.append(lambda *operands, call=call: run(call(), *operands))
-    first = jnp.argmax(jnp.stack([*flags, jnp.ones((), bool)]))
-    return lax.switch(first, [*branches, whole], *operands)
+            near = reached(kind, length, keys)
+        fits = jnp.all(seen == near) if padding is None else padding.fits(near)
+        fits, before = fits & ~before, before | fits
+        given = {n: a for n, a in extras.items() if n not in names}
+        lengths = None if padding is None else (padding.rows, padding.keys)
+        calls.append((fits, Call(kind, q, k, given, lengths, fits)))
+    return calls
+
+
+def _without(spec: Spec, *names: str) -> Spec:
+    return replace(spec, extras=tuple(e for e in spec.extras if e[0] not in names))
 
 
 class _Padding:
@@ -253,7 +333,7 @@ class _Padding:
 
     def fits(self, near: Array) -> Array:
         """Tells if the mask is that of these numbers, of the keys that are `near` each row."""
-        return jnp.all(self._seen == self._inside & near) & jnp.all(self.keys > 0)
+        return jnp.all(self._seen == self._inside & near)
 
 
 # ---------------------------------------------------------------- segments
@@ -266,17 +346,17 @@ def _packed(
     capability: int,
     spec: Spec,
     run: _Run,
-    whole: Callable[..., list[Array]],
+    extras: dict[str, Array],
     operands: Sequence[Array],
     dims: Dims,
-) -> list[Array]:
-    """Returns `run` with packed segments, or `whole()` if there are too many.
+) -> list[tuple[Array, Callable[[], list[Array]]]]:
+    """Returns `run` with packed segments and a flag, whether there are few; else nothing.
 
     Their number is known when the program runs. cuDNN's kernels start blocks, and keep sums, for
     the largest number allowed, each as long as the sequence. So at most one per 512 tokens is
     allowed, and sequences and heads are computed in parts whose sums fit.
     """
-    q, k, *others = operands
+    q, k = operands[:2]
     d, sizes = numbers(q.ndim), dict(zip(numbers(q.ndim).q, q.shape))
     length, of = sizes[d.length], {n for dims in spec.dims.values() for n in dims}
     if (
@@ -286,14 +366,14 @@ def _packed(
         or len(spec.extras) > 2  # a bias or a mask, too
         or not of <= {*d.batch, d.length, d.keys}
     ):
-        return whole(*operands)
+        return []
     # float32 sums of dq, and dk and dv of each head
     segment = 8 * length * sizes[d.heads] * sizes[d.group] * sizes[d.width]
     first = math.prod(sizes[n] for n in d.batch[1:])
     least = segment * first // sizes[d.heads]  # if each sequence had one segment
     limit = min(max(length // 512, 2), _PACKED // max(least, 1))
     if limit < 2:
-        return whole(*operands)
+        return []
 
     def packed(*operands: Array) -> list[Array]:
         q, _, _, *others = operands
@@ -310,10 +390,9 @@ def _packed(
     try:
         jax.eval_shape(packed, *operands)
     except (RuntimeError, TypeError):  # this GPU, cuDNN or JAX has no packed layout
-        return whole(*operands)
-    segments = _Segments(spec, q, others[1:])
-    fits = segments.in_rows & (segments.most <= limit)
-    return lax.cond(fits, packed, whole, *operands)
+        return []
+    segments = _Segments(spec, q, [*extras.values()])
+    return [(segments.fit(limit), functools.partial(packed, *operands))]
 
 
 def _in_parts(
@@ -370,130 +449,12 @@ class _Segments:
         in_rows = (falls == 0) | (falls == 1) & ends
         self.in_rows = jnp.all(in_rows) & jnp.all(self.ids == others)
 
-
-# ---------------------------------------------------------------- a call
-
-
-class _Call:
-    """A call of `jax.nn.dot_product_attention`, with batch and heads in one dimension each.
-
-    Its operands besides q, k and v are none, a mask, or a bias that includes the mask:
-    `(batch or 1, heads or 1, length, key length)`. A mask alone has no gradient to compute.
-    """
-
-    def __init__(
-        self,
-        spec: Spec,
-        q: Array,
-        k: Array,
-        extras: Sequence[Array],
-        padding: _Padding | None = None,
-    ):
-        self._spec, self._d, given = spec, numbers(q.ndim), spec.named(extras)
-        self._padding = padding
-        self._sizes = dict(zip(self._d.q, q.shape)) | {self._d.keys: k.shape[-3]}
-        self.has_bias, mask = "bias" in given, None
-        if "mask" in given:
-            mask = self._whole(given["mask"], spec.dims["mask"])
-        if "segments" in given:
-            names = "segments", "key segments"
-            ids = [spread(given[name], spec.dims[name], self._d.scores) for name in names]
-            dims = tuple(n for n in self._d.scores if any(n in spec.dims[name] for name in names))
-            equal = (ids[0] == ids[1]).reshape([self._sizes[n] for n in dims])
-            equal = self._whole(equal, dims)
-            mask = equal if mask is None else mask & equal
-        self.operands, self._seen = [] if mask is None else [mask], mask
-        if self.has_bias:
-            bias = self._whole(given["bias"], spec.dims["bias"])
-            # XLA would compute with constants while it compiles, for minutes, if it knew these.
-            known = [jnp.asarray(n, bias.dtype) for n in (-jnp.inf, _HIDDEN[bias.dtype.name])]
-            least, hidden = lax.optimization_barrier(known)
-            finite = bias != least  # or NaN
-            self._seen = finite if mask is None else mask & finite
-            bias = jnp.maximum(bias, hidden)
-            self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
-
-    def of_rows(self, lse: Array) -> Array:
-        """Returns the log-sum-exps of all rows, `(batch, heads, length)`, from the kernel's."""
-        return lse
-
-    def of_kernel(self, lse: Array) -> Array:
-        """Returns the backward kernel's operand for the log-sum-exps of all rows."""
-        return lse
-
-    def _whole(self, array: Array, dims: Dimensions) -> Array:
-        d, sizes = self._d, self._sizes
-        shape, joined = [], []
-        for parts in (d.batch, (d.heads, d.group)):
-            whole = [sizes[n] for n in parts] if set(parts) & set(dims) else [1] * len(parts)
-            shape += whole
-            joined.append(math.prod(whole))
-        lengths = sizes[d.length], sizes[d.keys]
-        return jnp.broadcast_to(spread(array, dims, d.scores), (*shape, *lengths)).reshape(
-            *joined, *lengths
-        )
-
-    def whole_bias(self, dbias: Array) -> Array:
-        """Returns the gradient of the bias as it was given, in float32."""
-        dims = self._spec.dims["bias"]
-        like = jnp.zeros([self._sizes[n] for n in dims], jnp.float32)
-        whole, pull = jax.vjp(lambda a: self._whole(a, dims), like)
-        dbias = dbias.astype(jnp.float32)
-        # A mask in the bias may have differed along dimensions that the bias has not.
-        more = [i for i, (m, n) in enumerate(zip(whole.shape, dbias.shape)) if m != n]
-        return pull(jnp.sum(dbias, more, keepdims=True))[0]
-
-    def flat(self, *arrays: Array) -> list[Array]:
-        """Returns arrays like q as `(batch, length, heads, width)`, and k and v likewise."""
-        n = len(self._d.batch)
-        each = lambda a: a.reshape(math.prod(a.shape[:n]), a.shape[n], -1, a.shape[-1])
-        return [each(a) for a in arrays]
-
-    def only_seen(self, x: Array, fill: float) -> Array:
-        """Returns x, `(batch, length, heads, width)`, with `fill` in rows that see nothing.
-
-        cuDNN gives these rows the mean of all values.
-        """
-        some = self.rows_that_see
-        return x if some is None else jnp.where(jnp.moveaxis(some, 1, 2)[..., None], x, fill)
-
-    @functools.cached_property
-    def rows_that_see(self) -> Array | None:
-        """`(batch or 1, heads or 1, length)`; None where every row sees a key."""
-        length, keys = self._sizes[self._d.length], self._sizes[self._d.keys]
-        padding, some = self._padding, None
-        if padding is not None:
-            some = (jnp.arange(length) < padding.rows[:, None])[:, None]
-        if (seen := self._seen) is None:
-            return some
-        if self._spec.causal:
-            seen &= jnp.expand_dims(reached(self._spec, length, keys), range(seen.ndim - 2))
-        if padding is not None:
-            seen &= (jnp.arange(keys) < padding.keys[:, None])[:, None, None]
-        seen = jnp.any(seen, axis=-1)
-        return seen if some is None else some & seen
-
-    def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
-        """The call itself."""
-        window = self._spec.window
-        operand = next(iter(operands), None)
-        padding = self._padding
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            bias=operand if self.has_bias else None,
-            mask=None if self.has_bias else operand,
-            scale=self._spec.scale,
-            is_causal=self._spec.causal,
-            local_window_size=None if window is None else (window - 1, 0),
-            query_seq_lengths=None if padding is None else padding.rows,
-            key_value_seq_lengths=None if padding is None else padding.keys,
-            implementation="cudnn",
-        )
+    def fit(self, limit: int) -> Array:
+        """Tells if a packed call of `limit` segments has their results."""
+        return self.in_rows & (self.most <= limit)
 
 
-class _PackedCall(_Call):
+class _PackedCall(Call):
     """A call with at most `limit` segments of each sequence, by cuDNN's packed layout.
 
     Its kernels count the segments of all sequences in a row, and have the statistics of each
@@ -501,8 +462,8 @@ class _PackedCall(_Call):
     """
 
     def __init__(self, spec: Spec, q: Array, segments: _Segments, limit: int):
-        super().__init__(replace(spec, extras=()), q, q, ())
-        self.limit, self._segments = limit, segments
+        super().__init__(replace(spec, extras=()), q, q, {})
+        self.limit, self._segments, self.name = limit, segments, "packed segments"
         (batch, length), first = segments.ids.shape, segments.first
         place = jnp.cumsum(first, axis=1) - 1  # number of a token's segment in its sequence
         count, token = place[:, -1:] + 1, jnp.arange(length)
@@ -512,7 +473,8 @@ class _PackedCall(_Call):
         number = jnp.arange(limit)
         ends = jnp.where(number + 1 < count, starts[:, 1:], length)
         lengths = jnp.where(number < count, ends - starts[:, :-1], -1)
-        self.operands = [lengths, starts]
+        fit = segments.fit(limit)  # else there is nothing to do
+        self.operands = [jnp.where(fit, a, -1) for a in (lengths, starts)]
         self._number = place + jnp.cumsum(count, axis=0) - count
         self._within = token - lax.cummax(jnp.where(first, token, 0), axis=1)
 
@@ -535,57 +497,3 @@ class _PackedCall(_Call):
         (starts,) = jnp.nonzero(self._segments.first.reshape(-1), size=count, fill_value=all_rows)
         rows = jnp.minimum(starts[:, None] + jnp.arange(length), all_rows - 1)
         return jnp.moveaxis(flat[:, rows], 0, 1)
-
-
-def reached(spec: Spec, length: int, keys: int) -> Array:
-    """Returns the keys that `causal` and `window` leave to each query."""
-    behind = jnp.arange(length)[:, None] - jnp.arange(keys)[None]
-    return behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
-
-
-# ---------------------------------------------------------------- the two kernels
-
-
-def _run_forward(call: _Call, qkv: Sequence[Array]) -> list[Array]:
-    """Returns out, `(batch, length, heads, width)`, and its lse, `(batch, heads, length)`."""
-    found: list[Array] = []
-
-    def rule(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if found:  # the rest is of the backward
-            return [None] * len(eqn.outvars)
-        results = results_of(eqn, operands)
-        if _is_forward_kernel(eqn):
-            found.extend(results)
-        return results
-
-    _evaluate(call, qkv, qkv[0], rule)
-    return found
-
-
-def _run_backward(
-    call: _Call, qkv: Sequence[Array], out: Array, lse: Array, dout: Array
-) -> list[Array]:
-    """Returns the gradients of q, k, v and the bias."""
-    known = lambda eqn, operands: (
-        [out, lse] if _is_forward_kernel(eqn) else results_of(eqn, operands)
-    )
-    return _evaluate(call, qkv, dout, known)
-
-
-def _evaluate(call: _Call, qkv: Sequence[Array], dout: Array, rule: Any) -> list[Array]:
-    """Returns the gradients by JAX's derivative of a call, evaluated by `rule`."""
-    count = len(qkv) + call.has_bias
-
-    def derivative(dout: Array, *operands: Array) -> Sequence[Array]:
-        fixed = operands[count:]
-        return jax.vjp(lambda *moving: call.attend(*moving, *fixed), *operands[:count])[1](dout)
-
-    operands = [dout, *qkv, *call.operands]
-    program = jax.make_jaxpr(derivative)(*operands)
-    if not any(map(_is_forward_kernel, program.jaxpr.eqns)):
-        raise Unsupported("this version of JAX has another program for cuDNN's attention")
-    return evaluate(program, operands, rule)
-
-
-def _is_forward_kernel(eqn: Any) -> bool:
-    return eqn.primitive.name.startswith("dot_product_attention_fwd") and len(eqn.outvars) == 2

@@ -26,7 +26,8 @@ def served_by(q: Any, k: Any, v: Any, **options: Any) -> str:
       q, k, v, options: attention's; arrays may be `jax.ShapeDtypeStruct`s or tracers.
     """
     given = {n: options.pop(n) for n in _ARRAYS if options.get(n) is not None}
-    types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ((q, k, v), given))
+    of = lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))
+    types = jax.tree.map(of, ((q, k, v), given))
     run = lambda qkv, given: attention(*qkv, **given, **options)
     program = jax.make_jaxpr(run)(*types)
     (eqn,) = (e for e in program.eqns if e.primitive is op.attention.primitive)

@@ -1,6 +1,5 @@
 """Programs of H200s for attention whose mask is known at run time only."""
 
-import functools
 import re
 
 import gpu_compiler
@@ -17,61 +16,74 @@ from normfuse.native.jax_private import described_cudnn
 LENGTH = 2048
 
 
-def step(mask, dout, *qkv):
-    out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask=mask), *qkv)
-    return out, *pull(dout)
+SCORES = 4, 1, LENGTH, LENGTH
+MASKS = {  # shapes of extras, other options, and the forward's kernels
+    "mask": ({"mask": (LENGTH, LENGTH)}, {}, (2, 1)),  # of `causal`, or with lengths, or itself
+    "padding": ({"mask": (4, 1, 1, LENGTH)}, {}, (1, 1)),
+    "padding, causal": ({"mask": (4, 1, 1, LENGTH)}, {"causal": True}, (1, 1)),
+    "padding, window": ({"mask": (4, 1, 1, LENGTH)}, {"causal": True, "window": 99}, (0, 1)),
+    "mask of heads": ({"mask": (32, LENGTH, LENGTH)}, {}, (2, 1)),
+    "bias, padding": ({"mask": SCORES, "bias": (LENGTH, LENGTH)}, {}, (0, 3)),
+    "lengths": ({"lengths": (4,)}, {"causal": True}, (1, 0)),
+    "segments": ({"segment_ids": (4, LENGTH)}, {"causal": True}, (1, 1)),
+    "dropout, padding": ({"mask": SCORES, "dropout_mask": (LENGTH, LENGTH)}, {}, (2, 4)),
+}
 
 
-@pytest.fixture(scope="module", params=["an operand", "a constant"])
-def computations(request):
-    """The instructions of each computation of the program, the entry's under "ENTRY"."""
+def compiled(name, constant=False):
+    """The text of the program of a forward and backward, the bias's gradient included."""
     mesh = gpu_compiler.mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+    shapes, options, _ = MASKS[name]
+    dtypes = {"bias": jnp.bfloat16, "segment_ids": jnp.int32, "lengths": jnp.int32}
+    extras = {n: of(dtypes.get(n, bool), *shape) for n, shape in shapes.items()}
+    if constant:  # XLA would take minutes to look at it
+        options, extras = {"mask": jnp.tril(jnp.ones((LENGTH, LENGTH), bool))}, {}
     q, k = (of(jnp.bfloat16, 4, LENGTH, heads, 64) for heads in (32, 8))
-    function, masks = step, [of(bool, LENGTH, LENGTH)]
-    if request.param == "a constant":  # XLA would take minutes to look at it
-        function, masks = functools.partial(step, jnp.tril(jnp.ones((LENGTH, LENGTH), bool))), []
+    moving = {n: extras.pop(n) for n in ("bias",) if n in extras}
+
+    def step(extras, moving, dout, *qkv):
+        call = lambda qkv, moving: attention(*qkv, **moving, **extras, **options)
+        out, pull = jax.vjp(call, qkv, moving)
+        return out, pull(dout)
+
     with described_cudnn(91_000):
-        text = gpu_compiler.compile(jax.jit(function), *masks, q, q, k, k).as_text()
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.endswith("{") and (name := re.match(r"(ENTRY )?%?([\w.\-]+) ", line)):
-            lines = found.setdefault("ENTRY" if name[1] else name[2], [])
-        elif line.startswith(" "):
-            lines.append(line)
-    return found
+        return gpu_compiler.compile(jax.jit(step), extras, moving, q, q, k, k).as_text()
 
 
 def kernels(lines):
     return re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', "\n".join(lines))
 
 
-def test_a_mask_that_is_causal_costs_one_look_at_it(computations):
-    """Forward and backward choose by the same number, and no kernel but the last has the mask."""
-    entry = computations["ENTRY"]
-    choices = [line for line in entry if " conditional(" in line]
-    flags = {re.search(r" conditional\(([^,]+),", line)[1] for line in choices}
-    assert len(choices) == 2 and len(flags) == 1
-    assert not kernels(entry) and not [
-        line for line in entry if re.search(r" copy(-start)?\(", line)
-    ]
-    squares = [line for line in entry if re.search(rf"= \(?\w+\[[\d,]*{LENGTH},{LENGTH}\]", line)]
-    made = [
-        line for line in squares if not re.search(r" (constant|parameter|bitcast|tuple)\(", line)
-    ]
-    assert not made, made  # nothing of its size is kept
-    for line, kernel in zip(choices, ("Softmax", "SoftmaxBackward"), strict=True):
-        *without, whole = (
-            computations[name]
-            for name in re.findall(r"%([\w.\-]+)", line[line.index("branch_computations") :])
-            if name in computations
-        )
-        assert kernels(whole) == [f"ScaleBias{kernel}"]
-        for lines in without:  # causal, and all keys, without padding and with it
-            assert kernels(lines) == [kernel]
-            assert not re.search(rf"{LENGTH},{LENGTH}\]", "\n".join(lines))
-        assert len(without) == 4
+@pytest.mark.parametrize("name", MASKS)
+def test_no_choice_makes_the_host_wait(name):
+    """No kernel is behind a condition, and no loop's end is read from the device."""
+    lines = compiled(name).splitlines()
+    assert not [line for line in lines if " conditional(" in line]
+    assert all("known_trip_count" in line for line in lines if " while(" in line)
+    found = kernels(lines)
+    assert (found.count("Softmax"), found.count("ScaleBiasSoftmax")) == MASKS[name][2]
+
+
+@pytest.mark.parametrize("constant", [False, True], ids=["an operand", "a constant"])
+def test_a_mask_costs_one_look_at_it(constant):
+    """Forward and backward choose by the same flags, and all that is kept of its size is it."""
+    lines = compiled("mask", constant).splitlines()
+    assert len(squares(lines)) == 1  # a kernel's operand, each way
+    assert not [line for line in lines if re.search(r" copy(-start)?\(", line)]
+
+
+def squares(lines):
+    """Arrays of 16 bits that the program makes of all scores."""
+    made = [line.split(" fusion(")[0] for line in lines if " fusion(" in line]
+    return re.findall(rf"bf16\[[\d,]*{LENGTH},{LENGTH}\]", "\n".join(made))
+
+
+def test_the_backward_makes_the_masks_of_dropout_again():
+    """Its two kernels read kept and dropped keys, with the mask and without; nothing is kept."""
+    lines = compiled("dropout, padding").splitlines()
+    forward = 3  # the mask; what is kept, with the mask and without
+    assert len(squares(lines)) == forward + 4
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from reference import wide
 
 import normfuse
 from normfuse import attention
-from normfuse.layers.attention import blocks, cudnn, op, served_by
+from normfuse.layers.attention import blocks, calls, cudnn, op, served_by
 from normfuse.layers.attention.spec import Spec, numbers
 from normfuse.native.jax_private import described_cudnn
 
@@ -622,9 +622,11 @@ def of_gpu(dtype=bf16, length=64, keys=None, width=64, bias=None, mask=None, **o
 
 PLAIN = ["Softmax", "SoftmaxBackward"]
 MASKED = ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"]
-# A mask may hide nothing, or padding: without and with the lengths of the sequences.
-PADDED = MASKED + PLAIN * 2
-SQUARE = MASKED + PLAIN * 4  # the same for the mask of `causal`
+PADDED = MASKED + PLAIN  # a mask may hide nothing but padding
+SQUARE = MASKED + PLAIN * 2  # the same for the mask of `causal`
+# Of all keys and of those that are kept; of these and of the dropped ones.
+DROPPED = ["Softmax", "ScaleBiasSoftmax", *["ScaleBiasSoftmaxBackward"] * 2]
+IDS = jnp.zeros((2, 64), int)
 ON_GPU = {
     "plain": ({}, PLAIN),
     "float16": ({"dtype": f16}, PLAIN),
@@ -633,16 +635,26 @@ ON_GPU = {
     "odd masked": ({"length": 63, "causal": True, "mask": (63, 63)}, PADDED),
     "odd mask": ({"length": 63, "mask": (2, 1, 63, 63)}, SQUARE),
     "odd padding": ({"length": 63, "mask": (2, 1, 1, 63)}, PADDED),
-    "odd keys": ({"length": 64, "keys": 31, "mask": (64, 31), "bias": (4, 64, 31)}, MASKED * 3),
-    "odd rows' mask": ({"length": 63, "mask": (63, 1)}, "blocks"),
-    "odd bias": ({"length": 63, "bias": (63, 63)}, "blocks"),
+    "odd keys": ({"length": 64, "keys": 31, "mask": (64, 31), "bias": (4, 64, 31)}, MASKED * 2),
+    "odd rows' mask": ({"length": 63, "mask": (63, 1)}, PADDED),
+    "odd bias": ({"length": 63, "bias": (63, 63)}, MASKED),
+    "odd, of images": ({"length": 257, "width": 80}, PLAIN),
+    "odd segments": ({"length": 63, "segment_ids": jnp.zeros((2, 63), int)}, MASKED),
     "one query": ({"length": 1, "keys": 63, "mask": (63,)}, "blocks"),
     "other keys": ({"keys": 32}, PLAIN),
     "bias": ({"bias": (4, 64, 64)}, MASKED),
     "key bias": ({"bias": (64,), "causal": True}, MASKED),
     "mask": ({"mask": (2, 1, 64, 64)}, SQUARE),
     "mask of heads": ({"mask": (4, 1, 64)}, MASKED + PLAIN),
-    "window": ({"causal": True, "window": 9, "mask": (2, 1, 64, 64)}, MASKED + PLAIN),
+    "window": ({"causal": True, "window": 9, "mask": (2, 1, 64, 64)}, MASKED),
+    "lengths": ({"lengths": jnp.zeros((2,), int)}, PLAIN),
+    "lengths, causal": ({"lengths": (IDS[:, 0], IDS[:, 0]), "causal": True}, PLAIN),
+    "lengths and mask": ({"lengths": IDS[:, 0], "mask": (2, 1, 1, 64)}, PADDED),
+    "dropout": ({"dropout_mask": jnp.ones((64, 64), bool)}, DROPPED),
+    "dropout, padding": (
+        {"dropout_mask": jnp.ones((4, 64, 64), bool), "mask": (2, 1, 1, 64), "causal": True},
+        DROPPED + ["ScaleBiasSoftmax", "ScaleBiasSoftmax"] + ["ScaleBiasSoftmaxBackward"] * 2,
+    ),
     "padding": ({"mask": (2, 1, 1, 64)}, PADDED),
     "segments": ({"segment_ids": jnp.zeros((2, 64), int)}, MASKED),
     "float32": ({"dtype": f32}, "blocks"),
@@ -654,7 +666,6 @@ ON_GPU = {
 }
 
 
-IDS = jnp.zeros((2, 64), int)
 ON_HOPPER = {  # segments in rows are packed, by kernels for few of them and for many
     "segments": ({"segment_ids": IDS}, MASKED + PLAIN),
     "many segments": (
@@ -671,13 +682,21 @@ ON_HOPPER = {  # segments in rows are packed, by kernels for few of them and for
 def test_what_serves_on_gpus(name, monkeypatch):
     if name.endswith(", Hopper"):
         monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    monkeypatch.setattr(cudnn, "_CHOICE", 2)
     options, expected = (ON_GPU | {f"{n}, Hopper": case for n, case in ON_HOPPER.items()})[name]
     found = of_gpu(**options)
     assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
 
 
-def test_transformations_on_gpus():
+@pytest.mark.parametrize("keys", [510, 512])
+def test_short_masks_are_masks_alone(keys):
+    """A kernel that is not wanted would take longer than the mask."""
+    assert of_gpu(keys=keys, mask=(keys,)) == (sorted(MASKED if keys == 510 else PADDED), False)
+
+
+def test_transformations_on_gpus(monkeypatch):
     """One call of cuDNN for a batch of batches; forward mode in plain JAX, beside its primal."""
+    monkeypatch.setattr(cudnn, "_CHOICE", 2)
     q, k = (jax.ShapeDtypeStruct((3, 2, 64, heads, 64), bf16) for heads in (4, 2))
     mask = jax.ShapeDtypeStruct((2, 1, 1, 64), bool)
     call = lambda q, k, v, mask: attention(q, k, v, mask=mask)
@@ -687,9 +706,9 @@ def test_transformations_on_gpus():
     layer = jax.checkpoint(lambda x, k, mask: x + jax.vmap(call, (0, 0, 0, None))(x, k, k, mask))
     steps = lambda q, k, mask: jax.lax.scan(lambda x, _: (layer(x, k, mask), None), q, length=3)[0]
     kernels, _ = served(jax.grad(lambda *a: jnp.sum(steps(*a).astype(f32))), q, k, mask)
-    assert kernels == sorted([*PADDED, "ScaleBiasSoftmax", *["Softmax"] * 2])  # recomputed once
+    assert kernels == sorted([*PADDED, "ScaleBiasSoftmax", "Softmax"])  # recomputed once
     moved = lambda q, k, mask: jax.jvp(lambda q: loss(q, k, k, mask), (q,), (q,))
-    assert served(moved, q, k, mask) == (["ScaleBiasSoftmax", *["Softmax"] * 2], False)
+    assert served(moved, q, k, mask) == (["ScaleBiasSoftmax", "Softmax"], False)
     twice = lambda q, k, mask: jax.jvp(lambda q: gradient(q, k, k, mask)[0], (q,), (q,))[1]
     served(twice, q, k, mask)  # the formula, which nothing refuses
 
@@ -698,6 +717,9 @@ ODD = {  # lengths of queries and keys, and options
     "causal and mask": (9, 9, ["causal", "mask", "segments"]),
     "padding": (9, 9, ["padding", "softcap"]),
     "keys": (8, 13, ["mask"]),
+    "no mask": (9, 9, ["bias"]),
+    "lengths": (8, 13, ["lengths", "dropout"]),
+    "segments": (9, 9, ["segments", "key lengths"]),
 }
 
 
@@ -745,7 +767,7 @@ LOWER = np.tril(np.ones((8, 8), bool))
 PADDING = {  # mask, and (rows, keys) of each sequence, of causal attention, or of all keys
     "keys": (FIRST(3, 8)[:, None], None, ([8, 8], [3, 8])),
     "keys for all": (FIRST(5), None, ([8, 8], [5, 5])),
-    "no key": (FIRST(3, 0)[:, None], None, None),
+    "no key": (FIRST(3, 0)[:, None], None, ([8, 8], [3, 0])),
     "keys at the end": (~FIRST(3, 5)[:, None], None, None),
     "a hole": (FIRST(3, 8)[:, None] ^ FIRST(2)[:, None], None, None),
     "keys and rows": (FIRST(3, 8)[:, None] & FIRST(5, 8)[..., None], None, ([5, 8], [3, 8])),
@@ -780,23 +802,103 @@ def test_padding_is_what_a_mask_leaves_of_each_sequence(name, rng, monkeypatch):
     array = mask.reshape([n for n in mask.shape if n > 1])
     spec = Spec(scale=0.7, extras=(("mask", dims),))
 
-    def run(call, *operands):
-        padding = call._padding
-        causal = call._spec.causal
-        out = call.only_seen(call.attend(*call.flat(*operands[:3]), *call.operands), 0)
-        given = [None, None] if padding is None else [padding.rows, padding.keys]
-        plain = jnp.full(2, 8)
-        return [out, jnp.asarray(causal), *[plain if n is None else n for n in given]]
+    @jax.jit
+    def run(q, k, v, array):
+        found = []
+        for flag, call in cudnn._without_mask(spec, q, k, {"mask": array}):
+            out = call.only_seen(call.attend(*call.flat(q, k, v), *call.operands), 0)
+            found.append((flag, jnp.asarray(call._spec.causal), call._lengths, out))
+        return found
 
-    out, causal, rows, keys = jax.jit(
-        lambda *operands: cudnn._simplest(90, spec, run, operands, spec.forward_dims(q.ndim))
-    )(q, k, v, array)
     want = attention(q.reshape(*q.shape[:2], 4, -1), k, v, mask=mask, scale=0.7)
-    close(out, want)
-    chosen = next((e for e in expected if e is not None), None)
-    if chosen is not None:
+    chosen = [found for found in run(q, k, v, array) if found[0]]
+    assert len(chosen) == (expected != [None, None])
+    for _, causal, lengths, out in chosen:
+        close(out, want)
         assert bool(causal) == (expected[0] is not None)
-        assert [rows.tolist(), keys.tolist()] == [*chosen]
+        assert [n.tolist() for n in lengths] == [*(expected[0] or expected[1])]
+
+
+# ---------------------------------------------------------------- cuDNN's kernels, emulated
+
+
+def emulated_scores(call, q, k):
+    """The scores of a call of cuDNN, and which of its sequences it computes anything for."""
+    group = q.shape[2] // k.shape[2]
+    s = jnp.einsum("bthw,bshw->bhts", q, jnp.repeat(k, group, 2)) * call._spec.scale
+    for operand in call.operands:
+        s += operand if call.has_bias else jnp.where(operand, 0, -(2.0**41))
+    length, keys = s.shape[2:]
+    if call._spec.causal:
+        s = jnp.where(calls.reached(call._spec, length, keys), s, -jnp.inf)
+    rows, first = call.kernel_lengths().values() if call.kernel_lengths() else ([length], [keys])
+    rows, first = (jnp.reshape(jnp.asarray(n), (-1, 1, 1, 1)) for n in (rows, first))
+    inside = (jnp.arange(length)[:, None] < rows) & (jnp.arange(keys) < first)
+    return jnp.where(inside, s, -jnp.inf), (rows > 0) & (first > 0)
+
+
+def emulated_forward(call, qkv):
+    """out and lse; NaN for what the kernel does not write."""
+    q, k, v = qkv
+    s, done = emulated_scores(call, q, k)
+    lse = jnp.where(done[..., 0], jax.nn.logsumexp(s, -1), jnp.nan)
+    v = jnp.repeat(v, q.shape[2] // k.shape[2], 2)
+    return [jnp.einsum("bhts,bshw->bthw", jnp.exp(s - lse[..., None]), v), lse]
+
+
+def emulated_backward(call, qkv, out, lse, dout):
+    q, k, v = qkv
+    group, scale = q.shape[2] // k.shape[2], call._spec.scale
+    s, done = emulated_scores(call, q, k)
+    p = jnp.where(jnp.isfinite(s), jnp.exp(s - lse[..., None]), 0)
+    ds = jnp.einsum("bthw,bshw->bhts", dout, jnp.repeat(v, group, 2))
+    ds = p * (ds - jnp.moveaxis(jnp.sum(out * dout, -1), 1, 2)[..., None])
+    joined = lambda a: a.reshape(*a.shape[:2], -1, group, a.shape[-1]).sum(3)
+    found = [
+        scale * jnp.einsum("bhts,bshw->bthw", ds, jnp.repeat(k, group, 2)),
+        scale * joined(jnp.einsum("bhts,bthw->bshw", ds, q)),
+        joined(jnp.einsum("bhts,bthw->bshw", p, dout)),
+    ]
+    found = [jnp.where(done, a, jnp.nan) for a in found]
+    if call.has_bias:
+        absent = [i for i, n in enumerate(call.operands[0].shape) if n == 1]
+        ds = jnp.where(jnp.all(done), ds, jnp.nan)
+        found.append(jnp.sum(ds, axis=tuple(absent), keepdims=True))
+    return found
+
+
+BY_CUDNN = [
+    ["padding"],
+    ["mask"],
+    ["causal", "padding", "bias"],
+    ["mask", "bias", "dropout"],
+    ["padding", "dropout of all"],
+    ["padding", "lengths", "key bias"],
+    ["key lengths", "dropout"],
+    ["window", "mask", "dropout"],
+    ["causal", "dropout of all"],
+    ["segments", "lengths"],
+    ["lengths", "causal"],
+]
+
+
+@pytest.mark.parametrize("names", BY_CUDNN, ids=", ".join)
+def test_what_kernels_do_not_write_is_not_read(names, rng, monkeypatch):
+    """As the formula in float64, where kernels of length 0 leave NaN, and for odd lengths."""
+    monkeypatch.setattr(cudnn, "_CHOICE", 2)
+    monkeypatch.setattr(cudnn, "NARROW", ("float32",))
+    monkeypatch.setitem(calls._HIDDEN, "float32", -(2.0**41))
+    monkeypatch.setattr(cudnn, "run_forward", emulated_forward)
+    monkeypatch.setattr(cudnn, "run_backward", emulated_backward)
+    for share, function in (op._forward, cudnn.forward), (op._gradients, cudnn.gradients):
+        by_cudnn = lambda spec, *a, gpu=False, function=function: function(80, spec, *a)
+        monkeypatch.setattr(share, "definition", by_cudnn)
+    jax.clear_caches()
+    length = 41 + BY_CUDNN.index(names) % 2
+    operands = draw(rng, length=length)
+    options = options_of(rng, names, length, length, f32)
+    Reference(*operands, **options).check(both(*operands, **options))
+    jax.clear_caches()
 
 
 PACKED = {  # ids, and whether equal ones are contiguous
@@ -824,6 +926,9 @@ def test_segments_are_counted_as_cudnn_counts_them(name, rng):
         assert cudnn._Segments(spec, q, [jnp.int64(ids) << 32] * 2).in_rows == in_rows
     call = cudnn._PackedCall(spec, q, segments, limit)
     lengths, starts = map(np.asarray, call.operands)
+    if not in_rows:  # nothing to do
+        assert (lengths == -1).all() and (starts == -1).all()
+        return
     lse = rng.standard_normal((batch, heads, length)).astype(np.float32)
     kernel = np.zeros((batch * limit, heads, length), np.float32)
     number = 0
@@ -854,13 +959,13 @@ def test_cudnn_is_asked_for_the_same_window_and_bias(rng, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", compute)
     q, k, v, _ = draw(rng)
     spec = Spec(scale=0.7, causal=True, window=4)
-    found = cudnn._Call(spec, q[..., None, :], k, []).attend(q, k, v)
+    found = calls.Call(spec, q[..., None, :], k, {}).attend(q, k, v)
     close(found, attention(q, k, v, scale=0.7, causal=True, window=4))
     q, k, v, _ = draw(rng, bf16)
     bias = jnp.zeros((41, 41), bf16).at[0].set(jnp.finfo(bf16).min).at[1].set(-jnp.inf)
     bias = bias.at[2].set(jnp.nan)  # the least number hides nothing from a row that it is added to
     spec = Spec(scale=0.7, extras=(("bias", (numbers(5).length, numbers(5).keys)),))
-    call = cudnn._Call(spec, q[..., None, :], k, [bias])
+    call = calls.Call(spec, q[..., None, :], k, {"bias": bias})
     found = call.only_seen(call.attend(q, k, v, *call.operands), 0)
     np.testing.assert_allclose(found, attention(q, k, v, bias=bias, scale=0.7), atol=0.03)
     assert asked == ["cudnn"] * 2
@@ -884,6 +989,17 @@ def test_what_serves_is_said():
     like = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype)
     q, k = like(2, 64, 4, 64), like(2, 64, 2, 64)
     assert served_by(q, k, k) == "blocks: on cpu (on GPUs cuDNN)"
+    on_gpu = lambda q=q, **o: served_by(q, k, k, **o)[len("blocks: on cpu (on GPUs ") : -1]
+    image, kept = like(2, 197, 4, 64), like(64, 64, dtype=bool)
+    assert served_by(image, image, image).endswith("on GPUs cuDNN, with lengths)")
+    assert on_gpu(lengths=like(2, dtype=int)) == "cuDNN, with lengths"
+    assert on_gpu(dropout_mask=kept, dropout_rate=0.1) == "cuDNN, twice: dropout"
+    assert on_gpu(mask=kept) == "cuDNN, with a mask"
+    ids = like(2, 64, dtype=int)
+    assert on_gpu(segment_ids=ids) == "cuDNN, with packed segments or a mask"
+    long = like(2, 512, 4, 64), like(2, 512, 2, 64)
+    masked = served_by(*long, long[1], mask=like(2, 1, 1, 512, dtype=bool))
+    assert masked.endswith("on GPUs cuDNN, with lengths or a mask)")
     assert served_by(q, k, k, implementation="xla") == "blocks: asked for"
     odd = like(2, 64, 4, 60)
     assert served_by(odd, odd, odd) == "blocks: on cpu (on GPUs blocks: heads of 60)"

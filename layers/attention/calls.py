@@ -1,0 +1,239 @@
+"""One call of cuDNN's attention through `jax.nn.dot_product_attention`, and its two kernels.
+
+JAX differentiates its call with a forward and a backward kernel, and passes the log-sum-exps from
+one to the other. Here each runs in an operation of its own, so the program of JAX's derivative is
+cut between them: nothing is computed twice, and the log-sum-exps stay float32.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...native.implementation import Unsupported
+from ...native.jaxpr import evaluate, results_of
+from .spec import Dimensions, Spec, numbers, spread
+
+# JAX replaces hidden scores by this number: cuDNN subtracts larger ones wrongly.
+_HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+
+
+Lengths = tuple[Array, Array]  # of queries and of keys, `(batch,)`
+
+
+class Call:
+    """A call of `jax.nn.dot_product_attention`, with batch and heads in one dimension each.
+
+    Its operands besides q, k and v are none, a mask, or a bias that includes the mask:
+    `(batch or 1, heads or 1, length, key length)`. A mask alone has no gradient to compute.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        q: Array,
+        k: Array,
+        extras: dict[str, Array],
+        lengths: Lengths | None = None,
+        wanted: Array | None = None,
+        part: bool | None = None,
+    ):
+        """A call of all keys, or of those that dropout keeps or drops: where it is `part`.
+
+        Args:
+          lengths: what `lengths` and `key lengths` are in place of those of `extras`.
+          wanted: a flag of calls that do nothing where it is not set.
+        """
+        self._spec, self._d, given = spec, numbers(q.ndim), extras
+        self._sizes = dict(zip(self._d.q, q.shape)) | {self._d.keys: k.shape[-3]}
+        self._lengths = self._given(given) if lengths is None else lengths
+        self._wanted = wanted
+        self.has_bias, mask = "bias" in given, None
+        if "mask" in given:
+            mask = self._whole(given["mask"], spec.dims["mask"])
+        if "segments" in given:
+            names = "segments", "key segments"
+            ids = [spread(given[name], spec.dims[name], self._d.scores) for name in names]
+            dims = tuple(n for n in self._d.scores if any(n in spec.dims[name] for name in names))
+            equal = (ids[0] == ids[1]).reshape([self._sizes[n] for n in dims])
+            equal = self._whole(equal, dims)
+            mask = equal if mask is None else mask & equal
+        self.name = "lengths" if self._lengths else ""
+        if mask is not None:
+            self.name = "a mask"
+        self.parts: list[Call] = []
+        if part is not None:
+            kept = self._whole(given["dropout"], spec.dims["dropout"]) == part
+            mask = kept if mask is None else mask & kept
+        elif "dropout" in given:
+            self.parts = [Call(spec, q, k, given, lengths, wanted, is_) for is_ in (True, False)]
+        self.operands, self._seen = [] if mask is None else [mask], mask
+        if self.has_bias:
+            bias = self._whole(given["bias"], spec.dims["bias"])
+            # XLA would compute with constants while it compiles, for minutes, if it knew these.
+            known = [jnp.asarray(n, bias.dtype) for n in (-jnp.inf, _HIDDEN[bias.dtype.name])]
+            least, hidden = lax.optimization_barrier(known)
+            finite = bias != least  # or NaN
+            self._seen = finite if mask is None else mask & finite
+            bias = jnp.maximum(bias, hidden)
+            self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
+
+    def _given(self, extras: dict[str, Array]) -> Lengths | None:
+        """Returns the lengths that the user gave, within the arrays; None if there are none."""
+        d, sizes, found = self._d, self._sizes, []
+        for name, n in ("lengths", d.length), ("key lengths", d.keys):
+            given = spread(extras[name], self._spec.dims[name], d.batch) if name in extras else None
+            each = jnp.full((), sizes[n]) if given is None else jnp.clip(given, 0, sizes[n])
+            each = jnp.broadcast_to(each, [sizes[m] for m in d.batch])
+            found.append(each.reshape(-1).astype(jnp.int32))
+        return (found[0], found[1]) if {"lengths", "key lengths"} & {*extras} else None
+
+    def kernel_lengths(self) -> dict[str, Array]:
+        """Returns the call's lengths: 1 for a sequence without a key, 0 in a call not wanted."""
+        lengths = self._lengths
+        if lengths is None and self._wanted is None:
+            return {}
+        if lengths is None:
+            batch = math.prod(self._sizes[n] for n in self._d.batch)
+            whole = (self._sizes[n] for n in (self._d.length, self._d.keys))
+            lengths = [jnp.full((batch,), n, jnp.int32) for n in whole]
+        lengths = [jnp.maximum(n, 1) for n in lengths]
+        if self._wanted is not None:
+            lengths = [jnp.where(self._wanted, n, 0) for n in lengths]
+        return dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths))
+
+    def of_rows(self, lse: Array) -> Array:
+        """Returns the log-sum-exps of all rows, `(batch, heads, length)`, from the kernel's."""
+        return lse
+
+    def of_kernel(self, lse: Array) -> Array:
+        """Returns the backward kernel's operand for the log-sum-exps of all rows."""
+        return lse
+
+    def _whole(self, array: Array, dims: Dimensions) -> Array:
+        d, sizes = self._d, self._sizes
+        shape, joined = [], []
+        for parts in (d.batch, (d.heads, d.group)):
+            whole = [sizes[n] for n in parts] if set(parts) & set(dims) else [1] * len(parts)
+            shape += whole
+            joined.append(math.prod(whole))
+        lengths = sizes[d.length], sizes[d.keys]
+        return jnp.broadcast_to(spread(array, dims, d.scores), (*shape, *lengths)).reshape(
+            *joined, *lengths
+        )
+
+    def whole_bias(self, dbias: Array) -> Array:
+        """Returns the gradient of the bias as it was given, in float32."""
+        dims = self._spec.dims["bias"]
+        like = jnp.zeros([self._sizes[n] for n in dims], jnp.float32)
+        whole, pull = jax.vjp(lambda a: self._whole(a, dims), like)
+        dbias = dbias.astype(jnp.float32)
+        # A mask in the bias may have differed along dimensions that the bias has not.
+        more = [i for i, (m, n) in enumerate(zip(whole.shape, dbias.shape)) if m != n]
+        return pull(jnp.sum(dbias, more, keepdims=True))[0]
+
+    def flat(self, *arrays: Array) -> list[Array]:
+        """Returns arrays like q as `(batch, length, heads, width)`, and k and v likewise."""
+        n = len(self._d.batch)
+        each = lambda a: a.reshape(math.prod(a.shape[:n]), a.shape[n], -1, a.shape[-1])
+        return [each(a) for a in arrays]
+
+    def only_seen(self, x: Array, fill: float) -> Array:
+        """Returns x, `(batch, length, heads, width)`, with `fill` in rows that see nothing.
+
+        cuDNN gives these rows the mean of all values.
+        """
+        some = self.rows_that_see
+        return x if some is None else jnp.where(jnp.moveaxis(some, 1, 2)[..., None], x, fill)
+
+    @functools.cached_property
+    def rows_that_see(self) -> Array | None:
+        """`(batch or 1, heads or 1, length)`; None where every row sees a key."""
+        length, keys = self._sizes[self._d.length], self._sizes[self._d.keys]
+        seen, some = self._seen, None
+        if self._lengths is not None:
+            rows, first = self._lengths
+            some = ((jnp.arange(length) < rows[:, None]) & (first > 0)[:, None])[:, None]
+        if seen is None:
+            return some
+        if self._spec.causal:
+            seen &= jnp.expand_dims(reached(self._spec, length, keys), range(seen.ndim - 2))
+        if self._lengths is not None:
+            seen &= (jnp.arange(keys) < self._lengths[1][:, None])[:, None, None]
+        seen = jnp.any(seen, axis=-1)
+        return seen if some is None else some & seen
+
+    def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
+        """The call itself."""
+        window = self._spec.window
+        operand = next(iter(operands), None)
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            bias=operand if self.has_bias else None,
+            mask=None if self.has_bias else operand,
+            scale=self._spec.scale,
+            is_causal=self._spec.causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            **self.kernel_lengths(),
+            implementation="cudnn",
+        )
+
+
+def reached(spec: Spec, length: int, keys: int) -> Array:
+    """Returns the keys that `causal` and `window` leave to each query."""
+    behind = jnp.arange(length)[:, None] - jnp.arange(keys)[None]
+    return behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
+
+
+# ---------------------------------------------------------------- the two kernels
+
+
+def run_forward(call: Call, qkv: Sequence[Array]) -> list[Array]:
+    """Returns out, `(batch, length, heads, width)`, and its lse, `(batch, heads, length)`."""
+    found: list[Array] = []
+
+    def rule(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if found:  # the rest is of the backward
+            return [None] * len(eqn.outvars)
+        results = results_of(eqn, operands)
+        if _is_forward_kernel(eqn):
+            found.extend(results)
+        return results
+
+    _evaluate(call, qkv, qkv[0], rule)
+    return found
+
+
+def run_backward(
+    call: Call, qkv: Sequence[Array], out: Array, lse: Array, dout: Array
+) -> list[Array]:
+    """Returns the gradients of q, k, v and the bias."""
+    known = lambda eqn, operands: (
+        [out, lse] if _is_forward_kernel(eqn) else results_of(eqn, operands)
+    )
+    return _evaluate(call, qkv, dout, known)
+
+
+def _evaluate(call: Call, qkv: Sequence[Array], dout: Array, rule: Any) -> list[Array]:
+    """Returns the gradients by JAX's derivative of a call, evaluated by `rule`."""
+    count = len(qkv) + call.has_bias
+
+    def derivative(dout: Array, *operands: Array) -> Sequence[Array]:
+        fixed = operands[count:]
+        return jax.vjp(lambda *moving: call.attend(*moving, *fixed), *operands[:count])[1](dout)
+
+    operands = [dout, *qkv, *call.operands]
+    program = jax.make_jaxpr(derivative)(*operands)
+    if not any(map(_is_forward_kernel, program.jaxpr.eqns)):
+        raise Unsupported("this version of JAX has another program for cuDNN's attention")
+    return evaluate(program, operands, rule)
+
+
+def _is_forward_kernel(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("dot_product_attention_fwd") and len(eqn.outvars) == 2
