@@ -194,40 +194,41 @@ _INDEXED = 2**31  # elements of an array; the gradients of more were wrong on an
 def _require(capability: int, spec: Spec, q: Array, k: Array, extras: dict[str, Array]) -> None:
     """Raises Unsupported, with the reason, for operands that cuDNN does not take."""
     length, keys, width = q.shape[-4], k.shape[-3], q.shape[-1]
-    if spec.softcap is not None:
-        raise _Refused("a softcap", "cuDNN has no softcap")
-    if q.dtype.name not in NARROW:
-        raise _Refused(q.dtype.name, f"cuDNN takes {' and '.join(NARROW)}, not {q.dtype.name}")
-    most = 256 if capability >= 90 else 128
-    if width % 8 or width > most:
-        reason = f"cuDNN takes heads of a multiple of 8 up to {most}, not {width}"
-        raise _Refused(f"heads of {width}", reason)
-    if 0 in (*q.shape, *k.shape) or 1 in (length, keys):
-        raise _Refused("one query or key", "cuDNN takes two queries and keys or more")
-    if spec.causal and length != keys:
-        reason = "with causal, cuDNN takes as many keys as queries"
-        raise _Refused(f"causal, {length} queries and {keys} keys", reason)
-    if max(q.size, k.size) >= _INDEXED:
-        raise _Refused("2**31 elements", "cuDNN takes fewer than 2**31 elements of an array")
-    if not spec.extras:
-        return
-    if length % 2 or keys % 2:
-        reason = "with a bias, a mask or segments, cuDNN takes even lengths"
-        raise _Refused("an odd length", reason)
-    if "bias" in extras and extras["bias"].dtype != q.dtype:
-        other = extras["bias"].dtype.name
-        raise _Refused(
-            f"a bias of {other}",
-            f"cuDNN would round the bias from {other} to {q.dtype.name}; cast it if that is enough",
-        )
-    given = sum(a.size for a in extras.values())
+    dtype, most = q.dtype.name, 256 if capability >= 90 else 128
+    bias = extras["bias"].dtype.name if "bias" in extras else dtype
+    narrow, lengths = " and ".join(NARROW), f"{length} queries and {keys} keys"
+    is_few = 0 in (*q.shape, *k.shape) or 1 in (length, keys)
+    rounded = f"cuDNN would round the bias from {bias} to {dtype}; cast it if that is enough"
+    for wrong, brief, reason in (
+        (spec.softcap is not None, "a softcap", "cuDNN has no softcap"),
+        (dtype not in NARROW, dtype, f"cuDNN takes {narrow}, not {dtype}"),
+        (
+            width % 8 or width > most,
+            f"heads of {width}",
+            f"cuDNN takes heads of a multiple of 8 up to {most}, not {width}",
+        ),
+        (is_few, lengths, "cuDNN takes two queries and keys or more"),
+        (
+            spec.causal and length != keys,
+            f"causal, {lengths}",
+            "with causal, cuDNN takes as many keys as queries",
+        ),
+        (
+            max(q.size, k.size) >= _INDEXED,
+            "2**31 elements",
+            "cuDNN takes fewer than 2**31 elements of an array",
+        ),
+        (bias != dtype, f"a bias of {bias}", rounded),
+    ):
+        if wrong:
+            raise _Refused(brief, reason)
 
     def operands(extras: dict[str, Array]) -> list[list[Array]]:
         call = Call(spec, q, k, extras)
         return [one.operands for one in (call, *call.parts)]
 
     made = sum(a.size for a in jax.tree.leaves(jax.eval_shape(operands, extras)))
-    if made > max(_MOST_MADE, given):
+    if made > max(_MOST_MADE, sum(a.size for a in extras.values())):
         reason = "cuDNN would need a mask or a bias of all scores in memory"
         raise _Refused("a mask of all scores", reason)
 

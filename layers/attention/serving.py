@@ -12,6 +12,7 @@ from ...native.launch import compute_capability, named_target
 from . import cudnn, op
 from .attention import attention
 
+_KEPT = 2**27  # bytes of probabilities that a layer may keep
 _ARRAYS = "bias", "mask", "segment_ids", "lengths", "dropout_mask"
 
 
@@ -42,6 +43,16 @@ def served_by(q: Any, k: Any, v: Any, **options: Any) -> str:
     with described_cudnn(91_000):
         there = _on_gpu(target.capability, spec, avals)
     return f"blocks: on {jax.default_backend()} (on GPUs {there})"
+
+
+def blocks_pay(q: Any, k: Any) -> bool:
+    """Tells if blocks are worth it here beside all scores in memory, for `attention`'s q and k.
+
+    On a CPU they are faster. On a GPU they take as long or longer, and compute scores again, so
+    they pay where memory is saved: a layer would keep its probabilities for the backward.
+    """
+    batch, length, heads, _ = q.shape
+    return _capability() is None or 2 * batch * heads * length * k.shape[1] >= _KEPT
 
 
 def _on_gpu(capability: int, spec: Any, avals: Any) -> str:

@@ -16,7 +16,7 @@ from reference import wide
 
 import normfuse
 from normfuse import attention
-from normfuse.layers.attention import blocks, calls, cudnn, op, served_by
+from normfuse.layers.attention import blocks, blocks_pay, calls, cudnn, op, served_by, serving
 from normfuse.layers.attention.spec import Spec, numbers
 from normfuse.native.jax_private import described_cudnn
 
@@ -686,6 +686,23 @@ def test_what_serves_on_gpus(name, monkeypatch):
     options, expected = (ON_GPU | {f"{n}, Hopper": case for n, case in ON_HOPPER.items()})[name]
     found = of_gpu(**options)
     assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
+
+
+def test_few_scores_are_one_block_on_gpus(monkeypatch):
+    """A loop would add up the gradients of keys in memory, and read its end from the device."""
+    monkeypatch.setattr(blocks, "_block", _block)
+    assert of_gpu(dtype=f32, mask=(64,)) == ([], False)
+    assert _block(577, 577, 32 * 16, True) == (577, 577)
+    rows, keys = _block(2048, 2048, 128, True)
+    assert 256 <= rows == keys < 2048
+
+
+def test_blocks_pay_where_probabilities_are_large(monkeypatch):
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, f32)
+    short, long = like(8, 256, 16, 64), like(8, 1024, 16, 64)
+    assert blocks_pay(short, short) and blocks_pay(long, long)  # on a CPU
+    monkeypatch.setattr(serving, "_capability", lambda: 90)
+    assert not blocks_pay(short, short) and blocks_pay(long, long)
 
 
 @pytest.mark.parametrize("keys", [510, 512])
