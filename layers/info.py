@@ -52,6 +52,8 @@ def _implementations(platforms: Sequence[str]) -> list[str]:
         else:
             serves.append("xla")
         lines.append(f"  {where:5} {op:10} {', '.join(serves)}")
+    by_cudnn = lambda where: "cudnn, " if where == "cuda" else ""
+    lines += [f"  {where:5} attention  {by_cudnn(where)}xla (blocks)" for where in platforms]
     return lines
 
 

@@ -351,6 +351,31 @@ MUTANTS = [
         "tests/layers/test_attention_op.py::test_lengths[1-50-names0]",
     ),
     Mutant(
+        "layers/attention/blocks.py",
+        "dp = tiles.kept(tiles.dot(dout, v, -1, -1), i, j) / keep",
+        "dp = tiles.dot(dout, v, -1, -1) / keep",
+        "tests/layers/test_attention_op.py::test_values_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "layers/attention/cudnn.py",
+        "found = [jnp.where(flag, a, b) for a, b in zip(way(), found, strict=True)]",
+        "found = [flag * a + ~flag * b for a, b in zip(way(), found, strict=True)]",
+        "tests/layers/test_attention_op.py::test_what_kernels_do_not_write_is_not_read[padding]",
+    ),
+    Mutant(
+        "layers/attention/cudnn.py",
+        "whole, lse + math.log(keep), dout)",
+        "whole, lse, dout)",
+        "tests/layers/test_attention_op.py::test_what_kernels_do_not_write_is_not_read"
+        "[causal, dropout of all]",
+    ),
+    Mutant(
+        "layers/attention/cudnn.py",
+        "operands[i] = jnp.minimum(operands[i], sizes[d.keys])",
+        "pass",
+        "tests/layers/test_attention_op.py::test_another_row_and_key_of_odd_lengths_change_nothing[lengths]",
+    ),
+    Mutant(
         "layers/attention/op.py",
         "*[split.psum(b, absent) for b in dbias]",
         "*dbias",

@@ -59,11 +59,13 @@ def attention(
     of 8 up to 128, or up to 256 from Hopper GPUs on, without `softcap`. Everywhere else it is
     computed in blocks of queries and keys. Both keep two numbers for each row and head besides
     `out` for the backward, and compute the scores again there. Blocks that `causal`, `window`,
-    `mask` or `segment_ids` hide as a whole are skipped. A mask that is causal when the program runs
-    takes cuDNN's causal kernel, and one that hides the end of each sequence, padding, takes cuDNN's
-    lengths, which skip it. Segments of 512 tokens on average take its packed kernel on Hopper
-    GPUs if equal ids are contiguous, as ids that grow are, with smaller ones for padding at the
-    end. That needs up to 4 GiB of temporaries.
+    `mask`, `segment_ids` or `lengths` hide as a whole are skipped. `lengths` are what cuDNN skips,
+    and dropout takes two of its calls each way. From 512 keys on, a mask that is causal when the
+    program runs takes cuDNN's causal kernel, and one that hides the end of each sequence, padding,
+    its lengths: all kernels that may serve run, those that are not wanted on no tokens, so that no
+    host waits. Segments of 512 tokens on average take its packed kernel on Hopper GPUs if equal ids
+    are contiguous, as ids that grow are, with smaller ones for padding at the end. That needs up to
+    4 GiB of temporaries.
 
     Scores, softmax and sums are float32, float64 for float64. A query that sees no key gives 0, and
     has gradients of 0. Keys and values must be finite where no query sees them too: 0 · NaN is NaN.

@@ -20,8 +20,6 @@ from .spec import Dimensions, Spec, numbers, spread
 
 # JAX replaces hidden scores by this number: cuDNN subtracts larger ones wrongly.
 _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-
-
 Lengths = tuple[Array, Array]  # of queries and of keys, `(batch,)`
 
 
@@ -50,8 +48,9 @@ class Call:
         """
         self._spec, self._d, given = spec, numbers(q.ndim), extras
         self._sizes = dict(zip(self._d.q, q.shape)) | {self._d.keys: k.shape[-3]}
-        self._lengths = self._given(given) if lengths is None else lengths
-        self._wanted = wanted
+        if lengths is None and {"lengths", "key lengths"} & {*given}:
+            lengths = self._given(given)
+        self._lengths, self._wanted = lengths, wanted
         self.has_bias, mask = "bias" in given, None
         if "mask" in given:
             mask = self._whole(given["mask"], spec.dims["mask"])
@@ -82,29 +81,29 @@ class Call:
             bias = jnp.maximum(bias, hidden)
             self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
 
-    def _given(self, extras: dict[str, Array]) -> Lengths | None:
-        """Returns the lengths that the user gave, within the arrays; None if there are none."""
+    def _given(self, extras: dict[str, Array]) -> Lengths:
+        """Returns the lengths that the user gave, within the arrays, or else the arrays'."""
         d, sizes, found = self._d, self._sizes, []
         for name, n in ("lengths", d.length), ("key lengths", d.keys):
-            given = spread(extras[name], self._spec.dims[name], d.batch) if name in extras else None
-            each = jnp.full((), sizes[n]) if given is None else jnp.clip(given, 0, sizes[n])
+            each = jnp.full((), sizes[n], jnp.int32)
+            if name in extras:
+                each = jnp.clip(spread(extras[name], self._spec.dims[name], d.batch), 0, sizes[n])
             each = jnp.broadcast_to(each, [sizes[m] for m in d.batch])
             found.append(each.reshape(-1).astype(jnp.int32))
-        return (found[0], found[1]) if {"lengths", "key lengths"} & {*extras} else None
+        return found[0], found[1]
 
-    def kernel_lengths(self) -> dict[str, Array]:
-        """Returns the call's lengths: 1 for a sequence without a key, 0 in a call not wanted."""
-        lengths = self._lengths
-        if lengths is None and self._wanted is None:
-            return {}
-        if lengths is None:
-            batch = math.prod(self._sizes[n] for n in self._d.batch)
-            whole = (self._sizes[n] for n in (self._d.length, self._d.keys))
-            lengths = [jnp.full((batch,), n, jnp.int32) for n in whole]
-        lengths = [jnp.maximum(n, 1) for n in lengths]
-        if self._wanted is not None:
-            lengths = [jnp.where(self._wanted, n, 0) for n in lengths]
-        return dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths))
+    def kernel_lengths(self) -> Lengths | tuple[None, None]:
+        """Returns the call's lengths: 1 for sequences that see nothing, 0 in a call not wanted.
+
+        At 0 a kernel writes nothing, so that zeros would have to be put in its place.
+        """
+        if self._lengths is None and self._wanted is None:
+            return None, None
+        rows, keys = self._given({}) if self._lengths is None else self._lengths
+        some = (rows > 0) & (keys > 0)
+        least = 1 if self._wanted is None else self._wanted.astype(rows.dtype)
+        each = [jnp.where(some, n, 1) * least for n in (rows, keys)]
+        return each[0], each[1]
 
     def of_rows(self, lse: Array) -> Array:
         """Returns the log-sum-exps of all rows, `(batch, heads, length)`, from the kernel's."""
@@ -171,6 +170,7 @@ class Call:
         """The call itself."""
         window = self._spec.window
         operand = next(iter(operands), None)
+        rows, keys = self.kernel_lengths()
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -180,7 +180,8 @@ class Call:
             scale=self._spec.scale,
             is_causal=self._spec.causal,
             local_window_size=None if window is None else (window - 1, 0),
-            **self.kernel_lengths(),
+            query_seq_lengths=rows,
+            key_value_seq_lengths=keys,
             implementation="cudnn",
         )
 

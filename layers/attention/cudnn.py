@@ -145,7 +145,7 @@ def _with_another(
     return pad(widths(d.length, d.keys))
 
 
-def _forward(spec: Spec, call: "Call", q: Array, k: Array, v: Array, *_: Array) -> list[Array]:
+def _forward(spec: Spec, call: Call, q: Array, k: Array, v: Array, *_: Array) -> list[Array]:
     flat = call.flat(q, k, v)
     if not spec.statistics and not call.parts:
         out = call.attend(*flat, *call.operands)
@@ -162,9 +162,7 @@ def _forward(spec: Spec, call: "Call", q: Array, k: Array, v: Array, *_: Array) 
     return [out.reshape(q.shape), lse, jnp.zeros_like(lse)][: 1 + spec.statistics]
 
 
-def _gradients(
-    spec: Spec, call: "Call", q: Array, k: Array, v: Array, *others: Array
-) -> list[Array]:
+def _gradients(spec: Spec, call: Call, q: Array, k: Array, v: Array, *others: Array) -> list[Array]:
     *_, out, most, log_sum, dout = others
     *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
     # A row that sees nothing adds nothing to any gradient: its gradient and its weights are 0.
@@ -176,8 +174,8 @@ def _gradients(
         whole = (flat_out.astype(lse.dtype) * keep).astype(dout.dtype)
         found = run_backward(kept, qkv, whole, lse + math.log(keep), dout)
         qkv[2] = jnp.zeros_like(qkv[2])
-        others = run_backward(dropped, qkv, flat_out, lse, dout)
-        found = [a if i == 2 else a + b for i, (a, b) in enumerate(zip(found, others))]
+        of_dropped = run_backward(dropped, qkv, flat_out, lse, dout)
+        found = [a if i == 2 else a + b for i, (a, b) in enumerate(zip(found, of_dropped))]
     else:
         found = run_backward(call, qkv, flat_out, lse, dout)
     results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
@@ -261,7 +259,7 @@ def _chosen(
         extras["dropout"] = lax.optimization_barrier(extras["dropout"]) & ~(last > jnp.inf)
     if "segments" in spec.dims:
         ways = _packed(capability, spec, run, extras, operands, dims)
-    elif "mask" in spec.dims and spec.window is None and k.shape[-3] >= _CHOICE:
+    elif _may_be_simpler(spec, k):
         calls = _without_mask(spec, q, k, extras)
         ways = [(flag, functools.partial(run, call, *operands)) for flag, call in calls]
     else:
@@ -274,6 +272,12 @@ def _chosen(
     return found
 
 
+def _may_be_simpler(spec: Spec, k: Array) -> bool:
+    has_lengths = {"lengths", "key lengths"} & {*spec.dims}
+    is_free = spec.window is None and not has_lengths
+    return "mask" in spec.dims and is_free and k.shape[-3] >= _CHOICE
+
+
 def _without_mask(
     spec: Spec, q: Array, k: Array, extras: dict[str, Array]
 ) -> list[tuple[Array, "Call"]]:
@@ -281,16 +285,13 @@ def _without_mask(
 
     One flag at most is set.
     """
-    d, simple = numbers(q.ndim), _without(spec, "mask", "lengths", "key lengths")
-    names = [n for n in ("mask", "lengths", "key lengths") if n in extras]
-    length, keys = q.shape[-4], k.shape[-3]
-    seen, along = spread(extras["mask"], spec.dims["mask"], d.scores), {*spec.dims["mask"]}
-    for name, n, size in ("lengths", d.length, length), ("key lengths", d.keys, keys):
-        if name in extras:
-            at = jnp.arange(size).reshape([size if m == n else 1 for m in d.scores])
-            seen &= at < spread(extras[name], spec.dims[name], d.scores)
-            along |= {*spec.dims[name], n}
-    square = {d.length, d.keys} <= {*spec.dims["mask"]} and length == keys
+    d, simple = (
+        numbers(q.ndim),
+        replace(spec, extras=tuple(extra for extra in spec.extras if extra[0] != "mask")),
+    )
+    along, length, keys = {*spec.dims["mask"]}, q.shape[-4], k.shape[-3]
+    seen = spread(extras["mask"], spec.dims["mask"], d.scores)
+    square = {d.length, d.keys} <= along and length == keys
     if spec.causal and d.length in along:
         seen &= reached(spec, length, keys)
     padding = None
@@ -304,14 +305,10 @@ def _without_mask(
             near = reached(kind, length, keys)
         fits = jnp.all(seen == near) if padding is None else padding.fits(near)
         fits, before = fits & ~before, before | fits
-        given = {n: a for n, a in extras.items() if n not in names}
+        given = {n: a for n, a in extras.items() if n != "mask"}
         lengths = None if padding is None else (padding.rows, padding.keys)
         calls.append((fits, Call(kind, q, k, given, lengths, fits)))
     return calls
-
-
-def _without(spec: Spec, *names: str) -> Spec:
-    return replace(spec, extras=tuple(e for e in spec.extras if e[0] not in names))
 
 
 class _Padding:

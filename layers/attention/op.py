@@ -58,7 +58,7 @@ class _Share(Kernel):
                 if order.strict:
                     raise _refusal(spec, f"on {where}, {error}") from None
                 if platform == "cuda":
-                    report(spec.op, f"on {where}, {error}", names=("cudnn",))
+                    report(spec.op, f"on {where}, {error}", names=("cudnn",), by="blocks")
         definition = functools.partial(self.definition, spec, gpu=platform in ("cuda", "rocm"))
         return lower(definition, ctx, *values)
 

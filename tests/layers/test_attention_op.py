@@ -636,7 +636,7 @@ ON_GPU = {
     "odd mask": ({"length": 63, "mask": (2, 1, 63, 63)}, SQUARE),
     "odd padding": ({"length": 63, "mask": (2, 1, 1, 63)}, PADDED),
     "odd keys": ({"length": 64, "keys": 31, "mask": (64, 31), "bias": (4, 64, 31)}, MASKED * 2),
-    "odd rows' mask": ({"length": 63, "mask": (63, 1)}, PADDED),
+    "odd rows' mask": ({"length": 63, "mask": (63, 1)}, MASKED),
     "odd bias": ({"length": 63, "bias": (63, 63)}, MASKED),
     "odd, of images": ({"length": 257, "width": 80}, PLAIN),
     "odd segments": ({"length": 63, "segment_ids": jnp.zeros((2, 63), int)}, MASKED),
@@ -649,7 +649,7 @@ ON_GPU = {
     "window": ({"causal": True, "window": 9, "mask": (2, 1, 64, 64)}, MASKED),
     "lengths": ({"lengths": jnp.zeros((2,), int)}, PLAIN),
     "lengths, causal": ({"lengths": (IDS[:, 0], IDS[:, 0]), "causal": True}, PLAIN),
-    "lengths and mask": ({"lengths": IDS[:, 0], "mask": (2, 1, 1, 64)}, PADDED),
+    "lengths and mask": ({"lengths": IDS[:, 0], "mask": (2, 1, 1, 64)}, MASKED),
     "dropout": ({"dropout_mask": jnp.ones((64, 64), bool)}, DROPPED),
     "dropout, padding": (
         {"dropout_mask": jnp.ones((4, 64, 64), bool), "mask": (2, 1, 1, 64), "causal": True},
@@ -848,7 +848,8 @@ def emulated_scores(call, q, k):
     length, keys = s.shape[2:]
     if call._spec.causal:
         s = jnp.where(calls.reached(call._spec, length, keys), s, -jnp.inf)
-    rows, first = call.kernel_lengths().values() if call.kernel_lengths() else ([length], [keys])
+    given = call.kernel_lengths()
+    rows, first = ([length], [keys]) if given[0] is None else given
     rows, first = (jnp.reshape(jnp.asarray(n), (-1, 1, 1, 1)) for n in (rows, first))
     inside = (jnp.arange(length)[:, None] < rows) & (jnp.arange(keys) < first)
     return jnp.where(inside, s, -jnp.inf), (rows > 0) & (first > 0)

@@ -45,6 +45,8 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  cuda  activation native, xla\n",
         "  cpu   quantize   native, xla\n",
         "  cuda  quantize   native, xla\n",
+        "  cuda  attention  cudnn, xla (blocks)\n",
+        "  cpu   attention  xla (blocks)\n",
         "  cpu   loss       xla\n",
         "  cuda  loss       native, xla\n",
     ):
