@@ -65,14 +65,6 @@ def kind(capability: int, spec: Spec, avals: Sequence[Any]) -> str:
     return f"cuDNN, with {' or '.join(names)}" if names else "cuDNN"
 
 
-class _Refused(Unsupported):
-    """A reason, and the words for it in a report."""
-
-    def __init__(self, brief: str, reason: str):
-        super().__init__(reason)
-        self.brief = brief
-
-
 def _served(
     capability: int,
     run: Callable[..., list[Array]],
@@ -190,36 +182,26 @@ _INDEXED = 2**31  # elements of an array; the gradients of more were wrong on an
 
 
 def _require(capability: int, spec: Spec, q: Array, k: Array, extras: dict[str, Array]) -> None:
-    """Raises Unsupported, with the reason, for operands that cuDNN does not take."""
+    """Raises Unsupported for operands that cuDNN does not take: "the operand: the reason"."""
     length, keys, width = q.shape[-4], k.shape[-3], q.shape[-1]
-    dtype, most = q.dtype.name, 256 if capability >= 90 else 128
-    bias = extras["bias"].dtype.name if "bias" in extras else dtype
-    narrow, lengths = " and ".join(NARROW), f"{length} queries and {keys} keys"
-    is_few = 0 in (*q.shape, *k.shape) or 1 in (length, keys)
-    rounded = f"cuDNN would round the bias from {bias} to {dtype}; cast it if that is enough"
-    for wrong, brief, reason in (
-        (spec.softcap is not None, "a softcap", "cuDNN has no softcap"),
-        (dtype not in NARROW, dtype, f"cuDNN takes {narrow}, not {dtype}"),
-        (
-            width % 8 or width > most,
-            f"heads of {width}",
-            f"cuDNN takes heads of a multiple of 8 up to {most}, not {width}",
-        ),
-        (is_few, lengths, "cuDNN takes two queries and keys or more"),
-        (
-            spec.causal and length != keys,
-            f"causal, {lengths}",
-            "with causal, cuDNN takes as many keys as queries",
-        ),
-        (
-            max(q.size, k.size) >= _INDEXED,
-            "2**31 elements",
-            "cuDNN takes fewer than 2**31 elements of an array",
-        ),
-        (bias != dtype, f"a bias of {bias}", rounded),
-    ):
-        if wrong:
-            raise _Refused(brief, reason)
+    if spec.softcap is not None:
+        raise Unsupported("a softcap: cuDNN has none")
+    if q.dtype.name not in NARROW:
+        raise Unsupported(f"{q.dtype.name}: cuDNN takes {' and '.join(NARROW)}")
+    most = 256 if capability >= 90 else 128
+    if width % 8 or width > most:
+        raise Unsupported(f"heads of {width}: cuDNN takes a multiple of 8 up to {most}")
+    if 0 in (*q.shape, *k.shape) or 1 in (length, keys):
+        raise Unsupported("one query or key: cuDNN takes two or more")
+    if spec.causal and length != keys:
+        raise Unsupported(f"{length} queries of {keys} keys: with causal cuDNN takes as many")
+    if max(q.size, k.size) >= _INDEXED:
+        raise Unsupported("an array of 2**31 elements: cuDNN takes fewer")
+    if "bias" in extras and (dtype := extras["bias"].dtype) != q.dtype:
+        raise Unsupported(
+            f"a bias of {dtype.name}: cuDNN would round it to {q.dtype.name}; cast it if that is "
+            "enough"
+        )
 
     def operands(extras: dict[str, Array]) -> list[list[Array]]:
         call = Call(spec, q, k, extras)
@@ -227,8 +209,7 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: dict[str, 
 
     made = sum(a.size for a in jax.tree.leaves(jax.eval_shape(operands, extras)))
     if made > max(_MOST_MADE, sum(a.size for a in extras.values())):
-        reason = "cuDNN would need a mask or a bias of all scores in memory"
-        raise _Refused("a mask of all scores", reason)
+        raise Unsupported("a mask or bias of all scores: cuDNN would need it in memory")
 
 
 _Run = Callable[..., list[Array]]  # takes a call and the operands of `forward` or `gradients`
@@ -255,8 +236,10 @@ def _chosen(
     if "dropout" in extras:
         # What the forward's kernels read would be kept for the backward's, which make it again of
         # a mask that depends on out's gradient: XLA drops barriers before it orders a program.
-        last = lax.optimization_barrier(operands[-1]).reshape(-1)[0].astype(jnp.float32)
-        extras["dropout"] = lax.optimization_barrier(extras["dropout"]) & ~(last > jnp.inf)
+        last = operands[-1]
+        one = lax.slice(last, [0] * last.ndim, [1] * last.ndim).reshape(())
+        never = one.astype(jnp.float32) > jnp.inf
+        extras["dropout"] = lax.optimization_barrier(extras["dropout"]) & ~never
     if "segments" in spec.dims:
         ways = _packed(capability, spec, run, extras, operands, dims)
     elif _may_be_simpler(spec, k):
@@ -280,15 +263,13 @@ def _may_be_simpler(spec: Spec, k: Array) -> bool:
 
 def _without_mask(
     spec: Spec, q: Array, k: Array, extras: dict[str, Array]
-) -> list[tuple[Array, "Call"]]:
+) -> list[tuple[Array, Call]]:
     """Returns calls without the mask, each with a flag that tells if it has the mask's results.
 
     One flag at most is set.
     """
-    d, simple = (
-        numbers(q.ndim),
-        replace(spec, extras=tuple(extra for extra in spec.extras if extra[0] != "mask")),
-    )
+    d, others = numbers(q.ndim), {n: a for n, a in extras.items() if n != "mask"}
+    simple = replace(spec, extras=tuple((n, spec.dims[n]) for n in others))
     along, length, keys = {*spec.dims["mask"]}, q.shape[-4], k.shape[-3]
     seen = spread(extras["mask"], spec.dims["mask"], d.scores)
     square = {d.length, d.keys} <= along and length == keys
@@ -305,9 +286,8 @@ def _without_mask(
             near = reached(kind, length, keys)
         fits = jnp.all(seen == near) if padding is None else padding.fits(near)
         fits, before = fits & ~before, before | fits
-        given = {n: a for n, a in extras.items() if n != "mask"}
         lengths = None if padding is None else (padding.rows, padding.keys)
-        calls.append((fits, Call(kind, q, k, given, lengths, fits)))
+        calls.append((fits, Call(kind, q, k, others, lengths, fits)))
     return calls
 
 

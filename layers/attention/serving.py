@@ -59,7 +59,7 @@ def _on_gpu(capability: int, spec: Any, avals: Any) -> str:
     try:
         return cudnn.kind(capability, spec, avals)
     except Unsupported as error:
-        return f"blocks: {getattr(error, 'brief', error)}"
+        return f"blocks: {str(error).split(': ')[0]}"
 
 
 @functools.cache
