@@ -3,8 +3,10 @@
 import itertools
 import json
 import math
+import pathlib
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +16,45 @@ from jax.experimental.mosaic.gpu import profiler
 
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|split_?k", re.IGNORECASE)  # kernels' names
 CACHE_BYTES = 256 << 20  # several times any L2: inputs of one turn are gone when it comes again
+
+
+Kernel = tuple[str, float, float]  # its name, and when it began and ended, in nanoseconds
+PROFILED = 3  # steps
+PAUSE = 20e3  # nanoseconds without a kernel that count as a gap
+
+
+def profiled(take: Callable[[int], float]) -> list[Kernel]:
+    """The kernels of some steps in the GPU's own streams, from JAX's profiler."""
+    take(2)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            take(PROFILED)
+        trace = next(pathlib.Path(folder).rglob("*.xplane.pb"))
+        planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+    return [
+        (event.name, event.start_ns, event.start_ns + event.duration_ns)
+        for plane in planes
+        for line in (plane.lines if plane.name.startswith("/device:") else ())
+        for event in (line.events if line.name.startswith("Stream") else ())
+    ]
+
+
+def busy(found: list[Kernel], steps: int = PROFILED) -> dict[str, float]:
+    """Milliseconds of a step: "busy", "gaps" above 20 µs, and "profiled" from first to last kernel.
+
+    Kernels that run beside each other count once.
+    """
+    if not found:  # a CPU
+        return {}
+    intervals = sorted((began, ended) for _, began, ended in found)
+    first, until = intervals[0][0], intervals[0][0]
+    covered = gaps = 0.0
+    for began, ended in intervals:
+        gaps += began - until if began - until > PAUSE else 0
+        covered += max(ended - max(began, until), 0)
+        until = max(ended, until)
+    whole = {"busy": covered, "gaps": gaps, "profiled": until - first}
+    return {name: round(spent * 1e-6 / steps, 3) for name, spent in whole.items()}
 
 
 def emit(**line) -> dict:

@@ -15,11 +15,13 @@ compile in less than half a minute.
 Every version is the same step but for the user's one line: float32 parameters, a forward in
 bfloat16 (by the model's own settings where it has them, else of parameters that were cast), the
 loss of the model's own users on random inputs, words by Zipf's law, gradients, AdamW on donated
-state. "fuse" wraps that loss in `normfuse.fuse`, "fuse, fp8" in `fuse(quantization="fp8")`. Nothing
-of theirs is changed.
+state. "fuse" wraps that loss in `normfuse.fuse`, "fuse, fp8" in `fuse(quantization="fp8")`. A row
+"own step" is the step of that project's trainer, read from its source.
 
 Times are the host's for several steps in a row, which end with the device idle; the versions take
-turns, so that all see the same clocks, and the medians of the turns are printed. GiB are what the
+turns, so that all see the same clocks, and the medians of the turns are printed. "Busy" is the
+union of the intervals of the GPU's kernels in a profile of further steps, "gaps" the sum of the
+pauses above 20 µs between them: what waits for the host. GiB are what the
 compiled program takes: arguments, temporaries, and results that have no argument's place. The loss
 is compared after so many steps from the same state, relative to theirs.
 
@@ -53,7 +55,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from device_time import emit
+from device_time import busy, emit, profiled
 from flax import nnx
 from foreign_zoo import MODELS, Batch, Case, Model, look_in
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -174,6 +176,7 @@ class Version:
 
     Attributes:
       rest: what of the model is no parameter.
+      init: makes the moments of parameters.
       report: of `fuse`.
       found: names of our kernels in the compiled program, and how often they are called.
       products: in it, that multiply FP8 codes.
@@ -182,6 +185,7 @@ class Version:
 
     name: str
     rest: Any
+    init: Callable[[Leaves], Any]
     lowered: Any
     report: Any = None
     step: Any = None
@@ -191,6 +195,7 @@ class Version:
     gib: float = 0.0
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+    busy: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def take(self, state: State, batch: Batch) -> tuple[State, jax.Array]:
         return self.step(state, batch, self.rest)
@@ -232,8 +237,34 @@ def loss_of(built: Built, case: Case, name: str) -> tuple[Callable[..., jax.Arra
     ), reports
 
 
-def step_of(loss: Callable[..., jax.Array], optimizer: Any) -> Callable[..., Any]:
-    """`((parameters, moments), batch, rest of the model) -> ((parameters, moments), loss)`."""
+Parts = tuple[Callable[[Leaves], Any], Callable[..., tuple[State, jax.Array]], list[Any]]
+
+
+def own_step(built: Built, case: Case, name: str, sizes: dict[str, int]) -> Parts:
+    """What makes moments for the trainer's step, a version of that step, its reports."""
+    reports: list[Any] = []
+    changed = jax.value_and_grad
+    if (options := VERSIONS[name]) is not None:
+        fuse = functools.partial(normfuse.fuse, report=reports.append, **options)
+        changed = lambda loss, **others: jax.value_and_grad(fuse(loss), **others)
+    init, theirs = case.own(changed, **sizes)
+    whole = lambda leaves: jax.tree.unflatten(built.tree, leaves)
+
+    def step(state: State, batch: Batch, _: Any) -> tuple[State, jax.Array]:
+        params, moments, value = theirs(whole(state[0]), state[1], *batch)
+        return (jax.tree.leaves(params), moments), value
+
+    return lambda leaves: init(whole(leaves)), step, reports
+
+
+def step_of(built: Built, case: Case, name: str, sizes: dict[str, int]) -> Parts:
+    """What makes the moments, `((parameters, moments), batch, rest of the model) -> ((parameters,
+    moments), loss)`, and the list of its reports.
+    """
+    if case.own:
+        return own_step(built, case, name, sizes)
+    loss, reports = loss_of(built, case, name)
+    optimizer = optax.adamw(1e-6, b2=0.95, weight_decay=0.1)
 
     def step(state: State, batch: Batch, rest: Any) -> tuple[State, jax.Array]:
         leaves, moments = state
@@ -242,17 +273,17 @@ def step_of(loss: Callable[..., jax.Array], optimizer: Any) -> Callable[..., Any
         leaves = [leaf + update for leaf, update in zip(leaves, updates)]
         return (leaves, moments), value
 
-    return step
+    return optimizer.init, step, reports
 
 
-def traced(built: Built, case: Case, name: str, optimizer: Any, batch: Batch, gpus: int) -> Version:
+def traced(built: Built, parts: Parts, name: str, batch: Batch, gpus: int) -> Version:
     """Returns a version whose step is not compiled yet."""
-    loss, reports = loss_of(built, case, name)
-    state = placed((built.abstract, jax.eval_shape(optimizer.init, built.abstract)), gpus)
+    init, step, reports = parts
+    state = placed((built.abstract, jax.eval_shape(init, built.abstract)), gpus)
     out = (jax.tree.map(lambda x: x.sharding, state), sharding(gpus, ())) if gpus > 1 else None
-    step = jax.jit(step_of(loss, optimizer), donate_argnums=0, out_shardings=out)
+    step = jax.jit(step, donate_argnums=0, out_shardings=out)
     lowered = step.lower(state, batch, built.rest)
-    return Version(name, built.rest, lowered, report=reports[-1] if reports else None)
+    return Version(name, built.rest, init, lowered, report=reports[-1] if reports else None)
 
 
 def compiled(lowered: Any, after: list[concurrent.futures.Future]) -> Any:
@@ -265,20 +296,20 @@ def say(began: float, what: str) -> None:
     print(f"{time.perf_counter() - began:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
-def trace(built: Built, case: Case, batch: Batch, versions: list[str]) -> None:
-    """Prints the report of `fuse`, and the time to trace each version's gradient."""
+def trace(built: Built, case: Case, batch: Batch, sizes: dict, versions: list[str]) -> None:
+    """Prints the report of `fuse`, and the time to trace each version's step."""
     theirs = 0.0
     for name in ("theirs", *versions):  # the first time for what JAX keeps from then on
-        loss, reports = loss_of(built, case, name)
-        gradient = jax.jit(jax.value_and_grad(loss))
+        init, step, reports = step_of(built, case, name, sizes)
+        state = built.abstract, jax.eval_shape(init, built.abstract)
         began = time.perf_counter()
-        gradient.trace(built.abstract, batch, built.rest)
+        jax.jit(step).trace(state, batch, built.rest)
         took = time.perf_counter() - began
         if name != "theirs":
             print(f"\n{reports[-1]}\n" if reports else f"\n{name}: no report\n")
-            print(f"{name}: the gradient is traced in {took:.2f} s, {took / theirs:.2f} x theirs")
+            print(f"{name}: the step is traced in {took:.2f} s, {took / theirs:.2f} x theirs")
         elif theirs:
-            print(f"{name}: the gradient is traced in {took:.2f} s", flush=True)
+            print(f"{name}: the step is traced in {took:.2f} s", flush=True)
         theirs = took if name == "theirs" else theirs
 
 
@@ -303,15 +334,15 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     size = sum(math.prod(leaf.shape) for leaf in built.abstract)
     say(began, f"{name}: {size / 1e9:.2f}e9 parameters, {rows} x {seq} tokens")
     if options.trace_only:
-        trace(built, case, batch, options.versions)
+        trace(built, case, batch, sizes, options.versions)
         return []
-    optimizer = optax.adamw(1e-6, b2=0.95, weight_decay=0.1)
     versions = []
     plain = len(normfuse.fallbacks())
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = []
         for each in options.versions:
-            versions.append(traced(built, case, each, optimizer, batch, options.gpus))
+            parts = step_of(built, case, each, sizes)
+            versions.append(traced(built, parts, each, batch, options.gpus))
             # Compilers time ways to compute products. Ours take those chosen for theirs where they
             # have the same products, which is quicker and fair.
             after = [] if options.at_once else futures[:1]
@@ -329,7 +360,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     for version in versions:  # from the same state
         state.clear()  # before there is another
         params = placed(built.draw(), options.gpus)
-        state[:] = [(params, placed(jax.jit(optimizer.init)(params), options.gpus)), batch]
+        state[:] = [(params, placed(jax.jit(version.init)(params), options.gpus)), batch]
         del params
         for _ in range(COMPARED):
             state[0], loss = version.take(*state)
@@ -339,9 +370,12 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     for _, version in itertools.product(range(options.rounds), versions):
         version.seconds.append(takes[version.name](options.steps) / options.steps)
         say(began, f"{version.name}: {1e3 * version.seconds[-1]:.2f} ms")
+    profiles = {version.name: profiled(takes[version.name]) for version in versions}
+    for version in versions:
+        version.busy = busy(profiles[version.name])
     show(name, size, rows * seq, versions, options.kernels)
     for version in versions if options.profile else ():
-        print(breakdown(version.name, takes[version.name]), flush=True)
+        print(breakdown(version.name, profiles[version.name]), flush=True)
     return problems
 
 
@@ -349,8 +383,8 @@ def show(name: str, size: int, tokens: int, versions: list[Version], kernels: bo
     device = jax.devices()[0].device_kind
     print(f"\n{name}, {size / 1e9:.2f}e9 parameters, {tokens} tokens a step, {device}\n")
     fp8 = "products" if jax.default_backend() == "gpu" else "arrays"
-    print(f"| version | ms a step | tokens/s | ratio | GiB | loss, first | then | FP8 {fp8} |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(f"| version | ms a step | ratio | busy | gaps | GiB | loss, first | then | FP8 {fp8} |")
+    print("|---|---|---|---|---|---|---|---|---|")
     theirs, lines = versions[0], []
     for version in versions:
         ms = 1e3 * statistics.median(version.seconds)
@@ -361,8 +395,9 @@ def show(name: str, size: int, tokens: int, versions: list[Version], kernels: bo
             for i in (0, -1)
         )
         print(
-            f"| {version.name} | {ms:.2f} ±{100 * spread:.1f}% | {1e3 * tokens / ms:.0f} "
-            f"| {ratio:.3f} | {version.gib:.1f} | {first:+.1e} | {last:+.1e} | {version.products} |"
+            f"| {version.name} | {ms:.2f} ±{100 * spread:.1f}% | {ratio:.3f} "
+            f"| {version.busy.get('busy', 0):.2f} | {version.busy.get('gaps', 0):.2f} "
+            f"| {version.gib:.1f} | {first:+.1e} | {last:+.1e} | {version.products} |"
         )
         lines.append(
             {
@@ -374,6 +409,7 @@ def show(name: str, size: int, tokens: int, versions: list[Version], kernels: bo
                 "ms": round(ms, 3),
                 "all_ms": [round(1e3 * seconds, 3) for seconds in version.seconds],
                 "tokens_per_s": round(1e3 * tokens / ms),
+                "busy_ms": version.busy,
                 "ratio": round(ratio, 4),
                 "gib": round(version.gib, 6),
                 "losses": version.losses,
@@ -396,7 +432,7 @@ def show(name: str, size: int, tokens: int, versions: list[Version], kernels: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--folder", type=pathlib.Path, action="append", default=[])
-    parser.add_argument("--only", default="", help="models with this in their name")
+    parser.add_argument("--only", default="", help="models with this in their name, or of it")
     parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=[*VERSIONS])
     parser.add_argument("--tokens", type=int, help="of a step")
     parser.add_argument("--seq", type=int, help="tokens of a sequence, or of an image")

@@ -7,8 +7,14 @@ Packages are in `foreign_models.txt`. What has no package is a checkout in a fol
 
 Modules that these import but that no training step needs, such as storage clients, loggers and
 other frameworks, need not be installed: empty ones stand in for them.
+
+A row runs as its project's configuration has it where `pip` installs what that asks for: its
+attention, what it recomputes, its dropout, its packing. All multiply in bfloat16. Another setting
+stands beside it under its name. Levanter's default on GPUs is its flash attention where
+TransformerEngine is not installed, MaxText's `autoselected` is tokamax's in Triton.
 """
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +25,7 @@ import importlib.util
 import math
 import pathlib
 import sys
+import textwrap
 import types
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +36,8 @@ import numpy as np
 import optax
 import yaml
 from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 REPOSITORIES = {  # by the folder that is searched: owner, and the commit that was measured
     "EasyLM": ("young-geng", "fe5b2c354e25d697fce7cd225e23bbbe72570da3"),
@@ -40,7 +49,7 @@ REPOSITORIES = {  # by the folder that is searched: owner, and the commit that w
     "openpi/src": ("Physical-Intelligence", "15a9616a00943ada6c20a0f158e3adb39df2ccac"),
 }
 NEEDLESS = {"aqt", "augmax", "cloudpickle", "gcsfs", "orbax", "pathwaysutils", "qwix", "tensorflow"}
-NEEDLESS |= {"tensorstore", "tokamax", "torch", "wandb"}
+NEEDLESS |= {"tensorboardX", "tensorstore", "tokamax", "torch", "wandb", "xprof"}
 WITHOUT_INIT = "levanter", "t5x", "tunix"  # theirs imports trainers
 # These are stubs even where they are installed: they ask for versions, or for needless packages.
 EMPTY = ["transformers.dependency_versions_check", "levanter.compat.hf_checkpoints"]
@@ -114,6 +123,14 @@ def imported(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def older(name: str) -> Any:
+    """A module that calls `jnp.clip` as JAX had it once."""
+    module = imported(name)
+    clip = lambda x, a_min=None, a_max=None: jnp.clip(x, a_min, a_max)
+    module.jnp = types.SimpleNamespace(**vars(jnp) | {"clip": clip})
+    return module
+
+
 def look_in(folders: list[pathlib.Path]) -> None:
     """Makes the models' sources importable."""
     checkouts = [folder / name for folder in folders for name in REPOSITORIES]
@@ -137,6 +154,7 @@ def look_in(folders: list[pathlib.Path]) -> None:
 
 
 Batch = tuple[Any, Any]  # inputs of the model, and what it should predict
+Own = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any, jax.Array]]]
 
 
 def words(rows: int, length: int, vocabulary: int) -> Batch:
@@ -208,6 +226,9 @@ class Case:
       cast: parameters are cast to bfloat16 before the forward.
       batch: makes inputs and what should be predicted, for (rows, tokens of each, classes).
       loss: of what the model computes, and what it should.
+      own: its trainer's step in the place of ours, for (what it calls as `jax.value_and_grad`,
+        sizes): a function that makes the moments of parameters, and the step for (parameters,
+        moments, inputs, what it should predict).
     """
 
     make: Callable[..., Model]
@@ -220,6 +241,7 @@ class Case:
     cast: bool = False
     batch: Callable[[int, int, int], Batch] = words
     loss: Callable[[Any, Any], jax.Array] = cross_entropy
+    own: Callable[..., Own] | None = None
 
 
 # ---------------------------------------------------------------- language models
@@ -295,9 +317,9 @@ def gemma_linen(**sizes: Any) -> Model:
 
 
 def easylm_llama(**sizes: Any) -> Model:
-    """EasyLM's Llama 1B, of 16 layers, without rematerialisation."""
-    module = imported("EasyLM.models.llama.llama_model")
-    updates = {"base_model": "llama_1b", "num_hidden_layers": 16, "remat_policy": ""} | sizes
+    """EasyLM's Llama 1B, of 16 layers; it recomputes them."""
+    module = older("EasyLM.models.llama.llama_model")
+    updates = {"base_model": "llama_1b", "num_hidden_layers": 16} | sizes
     default = module.LLaMAConfigurator.get_default_config()
     for name, size in updates.items():
         default[name] = size
@@ -312,10 +334,50 @@ def easylm_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return module.cross_entropy_loss_and_accuracy(logits, labels)[0]
 
 
+def nested(module: str, name: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """A function that a trainer defines within another, as it is written, but for its decorators.
+
+    `names` are what it finds outside itself.
+    """
+    file = importlib.util.find_spec(module).origin
+    text = pathlib.Path(file).read_text()
+    every = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    node = next(node for node in every if node.name == name)
+    lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+    exec(compile(textwrap.dedent("\n".join(lines)), file, "exec"), names)
+    return names[name]
+
+
+def jax_with(value_and_grad: Callable[..., Any]) -> Any:
+    """JAX as a trainer sees it whose one changed line is around what it differentiates."""
+    return types.SimpleNamespace(**vars(jax) | {"value_and_grad": value_and_grad})
+
+
+def easylm_own(value_and_grad: Callable[..., Any], **sizes: Any) -> Own:
+    """EasyLM's `train_step`: the batch closed over, its accuracy, its AdamW that clips."""
+    optimizers, utils = map(imported, ("EasyLM.optimizers", "EasyLM.jax_utils"))
+    configurator = imported("EasyLM.models.llama.llama_model").LLaMAConfigurator
+    optimizer, known = optimizers.OptimizerFactory.get_optimizer(
+        optimizers.OptimizerFactory.get_default_config()
+    )
+    names = vars(utils) | {"jax": jax_with(value_and_grad), "model": easylm_llama(**sizes).model}
+    names |= {"LLaMAConfigurator": configurator, "optimizer_info": known, "PS": PartitionSpec}
+    names["with_sharding_constraint"] = lambda x, _: x  # one device
+    theirs = nested("EasyLM.models.llama.llama_train", "train_step", names)
+
+    def step(params: Any, kept: Any, inputs: Any, wanted: Any) -> tuple[Any, Any, jax.Array]:
+        count, moments = kept
+        batch = {"input_tokens": inputs, "target_tokens": wanted}
+        batch["loss_masks"] = jnp.ones(inputs.shape)
+        state = TrainState(count, None, params, optimizer, moments)
+        state, _, metrics = theirs(state, jax.random.key(0), batch)
+        return state.params, (state.step, state.opt_state), metrics["loss"]
+
+    return lambda params: (jnp.zeros((), int), optimizer.init(params)), step
+
+
 def hugging_face(kind: str, head: str, call: Callable[..., Any], **sizes: Any) -> Model:
-    module = imported(f"transformers.models.{kind.lower()}.modeling_flax_{kind.lower()}")
-    clip = lambda x, a_min=None, a_max=None: jnp.clip(x, a_min, a_max)  # names of older JAX
-    module.jnp = types.SimpleNamespace(**vars(jnp) | {"clip": clip})
+    module = older(f"transformers.models.{kind.lower()}.modeling_flax_{kind.lower()}")
     config = getattr(imported("transformers"), f"{kind}Config")(**sizes)
     model = getattr(module, f"Flax{kind}{head}Module")(config, dtype=jnp.bfloat16)
     return Model(model, lambda m, x: call(m, x).logits)
@@ -323,6 +385,15 @@ def hugging_face(kind: str, head: str, call: Callable[..., Any], **sizes: Any) -
 
 def gpt2_call(model: Any, x: jax.Array, **options: Any) -> Any:
     return model(x, jnp.ones_like(x), positions(x), **options)
+
+
+def roberta_call(model: Any, x: jax.Array, **options: Any) -> Any:
+    return model(x, x > 0, jnp.zeros_like(x), positions(x) + 2, None, **options)  # 0, 1: padding
+
+
+def bart_call(model: Any, inputs: Any, **options: Any) -> Any:
+    x, y = inputs
+    return model(x, x > 0, y, jnp.ones_like(y), positions(x), positions(y), **options)
 
 
 def bert_call(model: Any, x: jax.Array, **options: Any) -> Any:
@@ -345,14 +416,20 @@ def one_hot_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy(logits.astype(jnp.float32), hot))
 
 
+def soft_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """That of images with one-hot classes."""
+    return jnp.mean(optax.softmax_cross_entropy(logits.astype(jnp.float32), labels))
+
+
 def t5x_decoder(**sizes: Any) -> Model:
     """T5X's decoder: DenseGeneral, gated gelu, and a learned bias of relative positions."""
     module = imported("t5x.examples.decoder_only.network")
     model = module.DecoderWrapper(module.TransformerConfig(**T5X | sizes))
-    return Model(model, lambda m, x: m(x, x, enable_dropout=False))
+    call = lambda m, x: m(x[0], *x, enable_dropout=False)
+    return Model(model, lambda m, x: call(m, x if isinstance(x, tuple) else (x,)))
 
 
-def levanter_llama(backend: str, **sizes: Any) -> Model:
+def levanter_llama(backend: str | None = None, **sizes: Any) -> Model:
     """Levanter's Llama, which computes its loss itself."""
     haliax, lm = map(imported, ("haliax", "levanter.models.lm_model"))
     attention = imported("levanter.layers.attention")
@@ -365,7 +442,8 @@ def levanter_llama(backend: str, **sizes: Any) -> Model:
         imported("haliax._src.dot")._jittable_dg_einsum = jnp.einsum
     sizes = LEVANTER | sizes
     vocabulary = haliax.Axis("vocab", sizes.pop("vocab_size"))
-    config = module.LlamaConfig(**sizes, attn_backend=attention.AttentionBackend[backend])
+    backend = backend and attention.AttentionBackend[backend]
+    config = module.LlamaConfig(**sizes, attn_backend=backend)
     model = module.LlamaLMHeadModel.init(vocabulary, config, key=jax.random.key(0))
 
     def forward(model, tokens):
@@ -378,8 +456,8 @@ def levanter_llama(backend: str, **sizes: Any) -> Model:
     return Model(model, forward)
 
 
-def levanter_case(backend: str) -> Case:
-    make = functools.partial(levanter_llama, backend)
+def levanter_case(**sizes: Any) -> Case:
+    make = functools.partial(levanter_llama, **sizes)
     names = "num_layers", "vocab_size", "seq_len"
     return Case(make, *names, classes=32000, cast=True, loss=computed)
 
@@ -420,9 +498,13 @@ class MaxText(nnx.Module):
 
 
 def packed(rows: int, length: int, vocabulary: int) -> Batch:
-    """Random tokens with the sequence of each, here one a row, and its place there."""
-    tokens, labels = words(rows, length, vocabulary)
-    return (tokens, jnp.ones_like(tokens), positions(tokens)), labels
+    """Words of several texts a row, the text of each, from 1 on, and its place there."""
+    tokens, labels = words_from_one(rows, length, vocabulary)
+    ends = jax.random.uniform(jax.random.key(3), tokens.shape) < 4 / length  # five a row
+    texts = jnp.cumsum(ends, axis=1) - ends + 1
+    places = positions(tokens)
+    begins = jnp.where(texts != jnp.pad(texts, ((0, 0), (1, 0)))[:, :-1], places, 0)
+    return (tokens, texts, places - jax.lax.cummax(begins, axis=1)), labels
 
 
 def computed(loss: jax.Array, _: Any) -> jax.Array:
@@ -461,6 +543,30 @@ def vit(**sizes: Any) -> Model:
     options = {"num_classes": 21843, "pool_type": "gap", "posemb": "learn", "dtype_mm": "bfloat16"}
     model = module.Model(variant="L/16", **options | sizes)
     return Model(model, lambda m, images: m(images, train=True)[0])
+
+
+def big_vision_own(value_and_grad: Callable[..., Any], **sizes: Any) -> Own:
+    """big_vision's `update_fn` for ImageNet-21k: its mixup, its clipping Adam, its measurements."""
+    module, rates = map(imported, ("big_vision.optax", "big_vision.configs.vit_i21k"))
+    config = rates.get_config("variant=L/16")
+    inner = vit(**sizes).model
+    names = {"jax": jax_with(value_and_grad), "jnp": jnp, "optax": optax, "config": config}
+    names |= {"model": inner, "bv_optax": module, "u": imported("big_vision.utils")}
+    names |= {"P": PartitionSpec, "shard_map": jax.shard_map, "devices_flat": jax.devices()[:1]}
+    made: dict[str, Any] = {}
+
+    def init(params: Any) -> Any:
+        sizes = {"total_steps": 100_000, "batch_size": 64, "data_size": 64000}
+        made["tx"], _ = module.make(config, params["params"], sched_kw=sizes)
+        return made["tx"].init(params["params"])
+
+    def step(params: Any, kept: Any, inputs: Any, wanted: Any) -> tuple[Any, Any, jax.Array]:
+        theirs = nested("big_vision.train", "update_fn", names | made)
+        state, batch = {"opt": kept, **params}, {"image": inputs, "labels": wanted}
+        state, measured = theirs(state, jax.random.key(0), batch)
+        return {"params": state["params"]}, state["opt"], measured["training_loss"]
+
+    return init, step
 
 
 def images(rows: int, length: int, classes: int) -> Batch:
@@ -519,6 +625,15 @@ BERT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
 BERT |= {"intermediate_size": 4096, "vocab_size": 30522}
 T5 = {"d_model": 1024, "d_ff": 2816, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16}
 T5 |= {"vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+TINY_LLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+TINY_LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
+OPT = {"hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
+OPT |= {"word_embed_proj_dim": 2048, "vocab_size": 50272}
+GPTJ = {"n_embd": 2048, "n_layer": 24, "n_head": 16, "vocab_size": 50400, "use_cache": False}
+BART = {"vocab_size": 50265}  # the rest is the configuration's default
+ROBERTA = BERT | {"vocab_size": 50265, "max_position_embeddings": 514}
+VIT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+VIT |= {"intermediate_size": 4096, "num_labels": 1000}
 WHISPER = {"d_model": 1024, "encoder_layers": 24, "decoder_layers": 24, "vocab_size": 51865}
 WHISPER |= {"encoder_attention_heads": 16, "decoder_attention_heads": 16}
 WHISPER |= {"encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096}
@@ -527,16 +642,39 @@ T5X = {"vocab_size": 32000, "dtype": jnp.bfloat16, "emb_dim": 2048, "num_heads":
 T5X |= {"num_layers": 16, "head_dim": 128, "mlp_dim": 5504, "dropout_rate": 0.0}
 T5X |= {"mlp_activations": ("gelu", "linear")}
 LEVANTER = {"hidden_dim": 2048, "intermediate_dim": 5504, "num_layers": 16, "num_heads": 16}
-LEVANTER |= {"num_kv_heads": 16, "vocab_size": 32000, "gradient_checkpointing": False}
+LEVANTER |= {"num_kv_heads": 16, "vocab_size": 32000}
 MAXTEXT = {"emb_dim": 2048, "mlp_dim": 5504, "num_query_heads": 16, "num_kv_heads": 16}
 MAXTEXT |= {"head_dim": 128, "num_decoder_layers": 16, "vocab_size": 32000, "scan_layers": False}
-MAXTEXT |= {"dtype": jnp.bfloat16, "weight_dtype": jnp.float32, "attention": "dot_product"}
+MAXTEXT |= {"dtype": jnp.bfloat16, "weight_dtype": jnp.float32}
 MAXTEXT |= {"micro_batch_size_to_train_on": 4, "using_pipeline_parallelism": False}
 DIT = {"patch_size": 2, "hidden_size": 1152, "depth": 28, "num_heads": 16, "mlp_ratio": 4}
 DIT |= {"out_channels": 4, "class_dropout_prob": 0.1, "num_classes": 1000}
 
 
+WHOLE = {"gradient_checkpointing": False}
 dropping = functools.partial(functools.partial, deterministic=False)  # of a call
+
+
+def maxtext_case(**sizes: Any) -> Case:
+    make = lambda **others: Model(MaxText(**sizes | others), lambda m, inputs: m(*inputs))
+    names = "num_decoder_layers", "vocab_size", "max_target_length"
+    return Case(make, *names, classes=32000, batch=packed)
+
+
+def easylm_case(**sizes: Any) -> Case:
+    make, own = (functools.partial(each, **sizes) for each in (easylm_llama, easylm_own))
+    return Case(make, "num_hidden_layers", "vocab_size", "", 32000, loss=easylm_loss, own=own)
+
+
+def ours(case: Case) -> Case:
+    return dataclasses.replace(case, own=None)
+
+
+def vit_case(**sizes: Any) -> Case:
+    make, own = (functools.partial(each, **sizes) for each in (vit, big_vision_own))
+    names = "depth", "num_classes", ""
+    return Case(make, *names, 21843, 64, 196, batch=images, loss=sigmoid_loss, own=own)
+
 
 MODELS = {
     "eqx-zoo Llama 3.2 1B (Equinox)": Case(
@@ -551,42 +689,73 @@ MODELS = {
     "gemma-llm Gemma 2B (Linen)": Case(
         functools.partial(gemma_linen, **GEMMA), "num_layers", "num_embed", "", 256128, 2, cast=True
     ),
-    "EasyLM Llama .94B (Linen)": Case(
-        easylm_llama, "num_hidden_layers", "vocab_size", "", 32000, loss=easylm_loss
+    "EasyLM Llama .94B (Linen)": ours(easylm_case()),
+    "EasyLM Llama .94B, nothing recomputed (Linen)": ours(easylm_case(remat_policy="")),
+    "EasyLM's own step, Llama .94B (Linen)": easylm_case(),
+    "EasyLM's own step, Llama .94B, nothing recomputed (Linen)": easylm_case(remat_policy=""),
+    "T5X decoder .94B, packed (Linen)": Case(
+        t5x_decoder, "num_layers", "vocab_size", "", 32000, batch=packed
     ),
-    "T5X decoder .94B (Linen)": Case(
+    "T5X decoder .94B, one text a row (Linen)": Case(
         t5x_decoder, "num_layers", "vocab_size", "", 32000, batch=words_from_one
     ),
-    "Levanter Llama .94B (Equinox)": levanter_case("VANILLA"),
-    "Levanter Llama .94B, its flash attention (Equinox)": levanter_case("JAX_FLASH"),
-    "MaxText's layers, Llama .94B (nnx)": Case(
-        lambda **sizes: Model(MaxText(**sizes), lambda m, inputs: m(*inputs)),
-        *("num_decoder_layers", "vocab_size", "max_target_length", 32000),
-        batch=packed,
+    "Levanter Llama .94B (Equinox)": levanter_case(),
+    "Levanter Llama .94B, nothing recomputed (Equinox)": levanter_case(**WHOLE),
+    "Levanter Llama .94B, its plain attention, nothing recomputed (Equinox)": levanter_case(
+        backend="VANILLA", **WHOLE
+    ),
+    "MaxText's layers, Llama .94B, packed (nnx)": maxtext_case(),
+    "MaxText's layers, Llama .94B, its plain attention, packed (nnx)": maxtext_case(
+        attention="dot_product"
     ),
     "DiT-XL/2 .68B (Linen)": Case(
         dit, "depth", "num_classes", "", 1000, 32, 256, batch=latents, loss=squared_error
     ),
-    "big_vision ViT-L/16 .32B (Linen)": Case(
-        vit, "depth", "num_classes", "", 21843, 64, 196, batch=images, loss=sigmoid_loss
+    "big_vision ViT-L/16 .32B (Linen)": ours(vit_case()),
+    "big_vision's own step, ViT-L/16 .32B, class token, dropout (Linen)": vit_case(
+        pool_type="tok", dropout=0.1
     ),
     "openpi PaliGemma, π0 3.2B (nnx)": Case(
         pi0, "layers", "vocabulary", "", 257152, 8, 867, batch=observations, loss=computed
     ),
 }
 
-GPT2_LM = "GPT2", "LMHead", "n_layer", words, one_hot_cross_entropy
-BERT_LM = "Bert", "ForMaskedLM", "num_hidden_layers", masked_words, masked_cross_entropy
+CAUSAL = words, one_hot_cross_entropy
+LM = "GPT2", "LMHead", "n_layer", *CAUSAL
+LLAMA_LM = "Llama", "ForCausalLM", "num_hidden_layers", *CAUSAL
+OPT_LM = "OPT", "ForCausalLM", "num_hidden_layers", *CAUSAL
+GPTJ_LM = "GPTJ", "ForCausalLM", "n_layer", *CAUSAL
+MASKED = "num_hidden_layers", masked_words, masked_cross_entropy
+BERT_LM = "Bert", "ForMaskedLM", *MASKED
+ROBERTA_LM = "Roberta", "ForMaskedLM", *MASKED
 T5_LM = "T5", "ForConditionalGeneration", "num_layers", text_pairs, masked_cross_entropy
+BART_LM = "Bart", "ForConditionalGeneration", "encoder_layers", text_pairs, masked_cross_entropy
 WHISPER_LM = "Whisper", "ForConditionalGeneration", "encoder_layers", spoken, one_hot_cross_entropy
+VIT_LM = "ViT", "ForImageClassification", "num_hidden_layers", images, soft_cross_entropy
 for name, (kind, head, layers, batch, loss), call, sizes, classes, rows, seq in (
-    ("GPT-2 .77B", GPT2_LM, gpt2_call, GPT2 | UNDROPPED, 50257, 8, 1024),
-    ("GPT-2 .77B, its dropout", GPT2_LM, dropping(gpt2_call), GPT2, 50257, 8, 1024),
-    ("BERT-large .34B", BERT_LM, bert_call, BERT, 30522, 32, 512),
+    ("Llama 1.1B", LLAMA_LM, gpt2_call, TINY_LLAMA, 32000, 4, 2048),
+    ("OPT 1.3B, its dropout", OPT_LM, dropping(gpt2_call), OPT, 50272, 4, 1024),
+    ("GPT-J 1.3B", GPTJ_LM, gpt2_call, GPTJ, 50400, 4, 2048),
+    ("BART-large .41B, its dropout", BART_LM, dropping(bart_call), BART, 50265, 16, 1024),
+    ("BART-large .41B, no dropout", BART_LM, bart_call, BART, 50265, 16, 1024),
+    (
+        "RoBERTa-large .36B, its dropout",
+        ROBERTA_LM,
+        dropping(roberta_call),
+        ROBERTA,
+        50265,
+        32,
+        512,
+    ),
+    ("GPT-2 .77B, its dropout", LM, dropping(gpt2_call), GPT2, 50257, 8, 1024),
+    ("GPT-2 .77B, no dropout", LM, gpt2_call, GPT2 | UNDROPPED, 50257, 8, 1024),
     ("BERT-large .34B, its dropout", BERT_LM, dropping(bert_call), BERT, 30522, 32, 512),
+    ("BERT-large .34B, no dropout", BERT_LM, bert_call, BERT, 30522, 32, 512),
     ("T5 v1.1 large .78B, its dropout", T5_LM, dropping(t5_call), T5, 32128, 16, 512),
-    ("Whisper medium .76B", WHISPER_LM, whisper_call, WHISPER, 51865, 16, 1500),
+    ("Whisper medium .76B", WHISPER_LM, whisper_call, WHISPER, 51865, 8, 1500),
+    ("ViT-L/16 .30B", VIT_LM, lambda m, x: m(x), VIT, 1000, 64, 196),
 ):
     make = functools.partial(hugging_face, kind, head, call, **sizes)
-    case = Case(make, layers, "vocab_size", "", classes, rows, seq, batch=batch, loss=loss)
+    classified = "num_labels" if kind == "ViT" else "vocab_size"
+    case = Case(make, layers, classified, "", classes, rows, seq, batch=batch, loss=loss)
     MODELS[f"Hugging Face {name} (Linen)"] = case

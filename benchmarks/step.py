@@ -4,15 +4,18 @@
     python benchmarks/step.py --versions bf16 fp8 torch torchao
     python benchmarks/step.py --preset small --versions bf16 fp8
     python benchmarks/step.py --profile fp8           # and where a version spends its time
+    python benchmarks/step.py --versions llama --batch 4 --seq 2048
 
 Every version is forward to update: float32 parameters, products with bfloat16 or FP8 operands,
 AdamW, clipping by the global norm, no rematerialisation, the same random tokens. "torch" is the
 same transformer under torch.compile with autocast, `scaled_dot_product_attention` and fused AdamW,
 "torchao" that with its linear layers in FP8 by torchao's default recipe: a scale for each array,
-from its largest element.
+from its largest element. "llama" is Hugging Face's Llama of 1.1 billion parameters under
+torch.compile with autocast and fused AdamW, the model that `foreign_steps.py` measures in Flax.
 
 Times are the host's for several steps in a row, which end with the device idle; the versions take
-turns, so that all see the same clocks. Prints the median of the turns.
+turns, so that all see the same clocks. Prints the median of the turns, and how long the GPU is busy
+in a step, and the pauses above 20 µs between its kernels.
 """
 
 import argparse
@@ -24,11 +27,9 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,7 @@ JAX_VERSIONS = {
     "fp8": {"quantization": "fp8"},
     "bf16, xla": {"implementation": "xla"},
 }
-TORCH_VERSIONS = ("torch", "torchao")
+TORCH_VERSIONS = ("torch", "torchao", "llama")
 VERSIONS = (*JAX_VERSIONS, *TORCH_VERSIONS)
 Take = Callable[[int], float]  # runs so many steps and returns the seconds
 
@@ -132,21 +133,11 @@ def filled(tree: Any) -> Any:
     return jax.tree.map(lambda x: draw(x.shape, x.dtype, x.sharding)(next(keys)), tree)
 
 
-def breakdown(name: str, take: Take) -> str:
-    """Where the time of a version's steps goes, from JAX's profiler."""
-    import jax
-
-    take(2)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            take(3)
-        trace = next(pathlib.Path(folder).rglob("*.xplane.pb"))
-        planes = jax.profiler.ProfileData.from_file(str(trace)).planes
-    times = collections.Counter()  # milliseconds of a step in the GPU's own streams
-    for plane in planes:
-        for line in plane.lines if plane.name.startswith("/device:") else ():
-            for event in line.events if line.name.startswith("Stream") else ():
-                times[event.name.split(".")[0]] += event.duration_ns * 1e-6 / 3
+def breakdown(name: str, found: list, steps: int = 3) -> str:
+    """Where the time of a version's steps goes, by kernels: (name, began, ended)."""
+    times = collections.Counter()  # milliseconds of a step
+    for kernel, began, ended in found:
+        times[kernel.split(".")[0][:60]] += (ended - began) * 1e-6 / steps
     rows = (f"{spent:9.3f} ms  {operation}\n" for operation, spent in times.most_common(40))
     return f"{name}:\n{''.join(rows)}"
 
@@ -216,7 +207,14 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
             logits = F.linear(x, self.embed.weight)
             return F.cross_entropy(logits.view(-1, c.vocab_size), targets.reshape(-1))
 
-    model = Transformer().to(device)
+    def llama() -> nn.Module:
+        from foreign_zoo import TINY_LLAMA
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        with torch.device(device):
+            return LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, attn_implementation="sdpa"))
+
+    model = llama() if name == "llama" else Transformer().to(device)
     if name == "torchao":
         from torchao.float8 import convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
@@ -226,7 +224,8 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
     frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, device=device) / c.head_dim)
     angles = torch.arange(seq, device=device)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    tokens = torch.randint(c.vocab_size, (batch, seq + 1), device=device)
+    words = 32000 if name == "llama" else c.vocab_size
+    tokens = torch.randint(words, (batch, seq + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -238,7 +237,10 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16):
-            loss = compiled(inputs, targets, cos, sin)
+            if name == "llama":
+                loss = compiled(input_ids=inputs, labels=inputs, use_cache=False).loss
+            else:
+                loss = compiled(inputs, targets, cos, sin)
         loss.backward()
         if o.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip, foreach=True)
@@ -257,16 +259,17 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
     return take, lambda: torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
-def torch_breakdown(name: str, take: Take) -> str:
-    """Where the time of a version's steps goes, from PyTorch's profiler."""
+def torch_profiled(take: Take) -> list:
+    """The kernels of three steps, from PyTorch's profiler: (name, began, ended)."""
+    from torch.autograd import DeviceType
     from torch.profiler import profile
 
     take(2)
     with profile() as profiler:
         take(3)
-    kernels = profiler.key_averages()
-    columns = {"row_limit": 25, "max_name_column_width": 60}
-    return f"{name}\n{kernels.table(sort_by='self_device_time_total', **columns)}"
+    kernels = (event for event in profiler.events() if event.device_type == DeviceType.CUDA)
+    span = lambda event: (1e3 * event.time_range.start, 1e3 * event.time_range.end)
+    return [(event.name, *span(event)) for event in kernels]
 
 
 # ---------------------------------------------------------------- a process that takes steps
@@ -274,12 +277,13 @@ def torch_breakdown(name: str, take: Take) -> str:
 
 def work(names: list[str], arguments: argparse.Namespace) -> None:
     """Answers each line `version steps` of the standard input with seconds, as one line of JSON."""
-    profiled = breakdown
+    from device_time import busy, profiled
+
     if names[0] in TORCH_VERSIONS:
         (name,) = names
         take, peak = torch_version(name, arguments)
         take(1)
-        takes, memory, profiled = {name: take}, {name: peak}, torch_breakdown
+        takes, memory, profiled = {name: take}, {name: peak}, torch_profiled
     else:
         takes, found = jax_versions(names, arguments)
         memory = {name: lambda bytes=found[name]: bytes for name in names}
@@ -289,7 +293,8 @@ def work(names: list[str], arguments: argparse.Namespace) -> None:
         if count:
             print(json.dumps([takes[name](count), memory[name]()]), flush=True)
         else:
-            print(json.dumps([profiled(name, takes[name]), 0]), flush=True)
+            found = profiled(takes[name])
+            print(json.dumps([breakdown(name, found), busy(found)]), flush=True)
 
 
 class Worker:
@@ -309,7 +314,7 @@ class Worker:
         print(f"ready, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
     def take(self, name: str, steps: int) -> list:
-        """Seconds for so many steps and the version's bytes; for 0 steps a profile of it."""
+        """Seconds for so many steps and the version's bytes; for 0 a profile, and `busy` of it."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, steps]) + "\n")
         self._process.stdin.flush()
@@ -361,16 +366,18 @@ def main() -> None:
     config = preset_config(arguments.preset)
     tokens = (arguments.batch or config.batch_size) * (arguments.seq or config.seq_len)
     first = statistics.median(seconds[arguments.versions[0]])
-    print(f"{tokens} tokens a step\n{'':12}    ms a step   tokens/s   ratio   GiB")
+    print(f"{tokens} tokens a step\n{'':12}    ms a step   tokens/s   ratio   GiB    busy    gaps")
+    profiles = {name: workers[name].take(name, 0) for name in seconds}
     for name, found in seconds.items():
         median = statistics.median(found)
         rate, spread = tokens / median, (max(found) - min(found)) / median
         print(
             f"{name:12} {1e3 * median:9.2f} ±{100 * spread / 2:3.1f}% {rate:9.0f}  "
             f"{first / median:6.3f}  {memory[name] / math.exp2(30):5.1f}"
+            f"  {profiles[name][1].get('busy', 0):6.2f}  {profiles[name][1].get('gaps', 0):6.2f}"
         )
     for name in arguments.profile:
-        print(workers[name].take(name, 0)[0])
+        print(profiles[name][0])
 
 
 if __name__ == "__main__":
