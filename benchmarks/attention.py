@@ -15,7 +15,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -30,9 +29,10 @@ DOCUMENTS = 512, 640, 768, 896, 1152, 1280, 1408, 1536
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A causal attention. `mask`: the mask is an operand. Queries see the first `prefix` keys.
+    """An attention, causal unless `whole`. `mask`: the mask is an operand.
 
-    The last `padding` of the keys are hidden from all.
+    Queries see the first `prefix` keys. The last `padding` of the keys are hidden from all, unless
+    `ragged`: from half of the examples. One mask drops probabilities of all heads and examples.
     """
 
     name: str
@@ -48,6 +48,9 @@ class Case:
     documents: tuple[int, ...] = ()
     window: int | None = None
     softcap: float | None = None
+    whole: bool = False
+    ragged: bool = False
+    dropout: float = 0.0
 
     def tiny(self) -> "Case":
         documents = tuple(n // 32 for n in self.documents)
@@ -65,6 +68,7 @@ class Case:
         )
 
 
+RAGGED = {"mask": True, "whole": True, "padding": 0.25, "ragged": True}
 CASES = (
     Case("4 x 2048, 32/8 x 64", 4, 2048, 32, 8, 64),
     Case("4 x 2048, 32/8 x 64, mask operand", 4, 2048, 32, 8, 64, mask=True),
@@ -76,6 +80,13 @@ CASES = (
     Case("8 x 867, 8/1 x 256, mask with a prefix", 8, 867, 8, 1, 256, mask=True, prefix=816),
     Case("8 x 2048, 16/16 x 128, half padding", 8, 2048, 16, 16, 128, mask=True, padding=0.5),
     Case("4 x 2048, 32/8 x 64, float32", 4, 2048, 32, 8, 64, dtype="float32"),
+    Case("64 x 197, 16 x 64, no mask", 64, 197, 16, 16, 64, whole=True),
+    Case("32 x 577, 16 x 64, no mask", 32, 577, 16, 16, 64, whole=True),
+    Case("64 x 257, 16 x 80, no mask", 64, 257, 16, 16, 80, whole=True),
+    Case("32 x 512, 16 x 64, ragged", 32, 512, 16, 16, 64, **RAGGED),
+    Case("32 x 512, 16 x 64, ragged, dropout", 32, 512, 16, 16, 64, dropout=0.1, **RAGGED),
+    Case("8 x 2048, 16 x 128, ragged", 8, 2048, 16, 16, 128, **RAGGED),
+    Case("8 x 1024, 20 x 64, dropout", 8, 1024, 20, 20, 64, dropout=0.1),
 )
 
 
@@ -93,10 +104,12 @@ def operands(case: Case) -> tuple[list[Any], list[Any]]:
     shapes = [(case.batch, case.length, n, case.width) for n in heads]
     arrays = [jax.random.normal(k, s, jnp.dtype(case.dtype)) for k, s in zip(keys, shapes)]
     if case.mask:
-        causal = jnp.tril(jnp.ones((1, 1, case.length, case.length), bool))
+        shape = (1, 1, case.length, case.length)
+        causal = jnp.ones(shape, bool) if case.whole else jnp.tril(jnp.ones(shape, bool))
         place = jnp.arange(case.length)
-        near = causal | (place < case.prefix)
-        return arrays, [near & (place < case.length * (1 - case.padding))]
+        near = (causal[:, :, :1] if case.whole else causal) | (place < case.prefix)
+        full = (jnp.arange(case.batch) % 2 == 0)[:, None, None, None] & case.ragged
+        return arrays, [near & (full | (place < case.length * (1 - case.padding)))]
     if case.documents:
         ids = np.repeat(np.arange(len(case.documents)), case.documents)
         return arrays, [jnp.asarray(ids, jnp.int32)[None]]
@@ -110,7 +123,7 @@ def seen(case: Case, *extras: Any) -> Any:
     if case.mask:
         return extras[0]
     behind = jnp.arange(case.length)[:, None] - jnp.arange(case.length)
-    found = behind >= 0
+    found = (behind >= 0) | case.whole
     if case.window is not None:
         found &= behind < case.window
     if case.documents:
@@ -130,7 +143,16 @@ def einsum(case: Case, q: Any, k: Any, v: Any, *extras: Any, precision: Any = No
         s = case.softcap * jnp.tanh(s / case.softcap)
     s = jnp.where(seen(case, *extras), s, jnp.finfo(jnp.float32).min)
     p = jax.nn.softmax(s, axis=-1).astype(q.dtype)
+    if case.dropout:
+        p = jnp.where(kept(case), p / jnp.asarray(1 - case.dropout, p.dtype), 0)
     return jnp.einsum("bhts,bshw->bthw", p, v, precision=precision)
+
+
+def kept(case: Case) -> Any:
+    import jax
+
+    shape = (1, 1, case.length, case.length)
+    return jax.random.bernoulli(jax.random.key(1), 1 - case.dropout, shape)
 
 
 def jax_nn(name: str, case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
@@ -138,7 +160,10 @@ def jax_nn(name: str, case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
 
     if case.softcap is not None:
         raise NotImplementedError("jax.nn has no softcap")
-    options: dict[str, Any] = {"implementation": name, "is_causal": not case.mask}
+    if case.dropout:
+        raise NotImplementedError("jax.nn has no dropout")
+    causal = not (case.mask or case.whole)
+    options: dict[str, Any] = {"implementation": name, "is_causal": causal}
     if extras:
         options["mask"] = seen(case, *extras)
     if case.window is not None:
@@ -149,23 +174,12 @@ def jax_nn(name: str, case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
 def ours(case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
     from normfuse import attention
 
-    options: dict[str, Any] = {"causal": not case.mask}
+    options: dict[str, Any] = {"causal": not (case.mask or case.whole)}
+    if case.dropout:
+        options |= {"dropout_mask": kept(case), "dropout_rate": case.dropout}
     if extras:
         options["mask" if case.mask else "segment_ids"] = extras[0]
     return attention(q, k, v, window=case.window, softcap=case.softcap, **options)
-
-
-def eight_calls(case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
-    """Each document by itself."""
-    import jax.numpy as jnp
-
-    from normfuse import attention
-
-    del extras
-    ends = list(itertools.accumulate(case.documents))
-    parts = [slice(end - size, end) for end, size in zip(ends, case.documents)]
-    each = [attention(q[:, at], k[:, at], v[:, at], causal=True) for at in parts]
-    return jnp.concatenate(each, axis=1)
 
 
 def derivative(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,8 +223,6 @@ def versions(case: Case) -> dict[str, Callable[..., Any]]:
         "jax.nn, cudnn": functools.partial(jax_nn, "cudnn"),
         "normfuse": ours,
     }
-    if case.documents:
-        found["normfuse, eight calls"] = eight_calls
     return {name: derivative(functools.partial(f, case)) for name, f in found.items()}
 
 

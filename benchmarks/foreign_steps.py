@@ -25,8 +25,6 @@ pauses above 20 µs between them: what waits for the host. GiB are what the
 compiled program takes: arguments, temporaries, and results that have no argument's place. The loss
 is compared after so many steps from the same state, relative to theirs.
 
-With `--gpus 2` each GPU has as many rows, and a part of every matrix and of its moments (FSDP).
-
 Compiled programs are searched for our kernels, and for products of FP8 codes: a version without
 what it is named for is not measured, and the benchmark fails.
 """
@@ -58,7 +56,6 @@ import optax
 from device_time import busy, emit, profiled
 from flax import nnx
 from foreign_zoo import MODELS, Batch, Case, Model, look_in
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from programs import fp8_products, our_kernels
 from step import breakdown, taker
 
@@ -76,31 +73,6 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return (0.02 * jax.random.normal(key, shape)).astype(dtype)
 
 
-@functools.cache
-def mesh(gpus: int) -> jax.sharding.Mesh:
-    kinds = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((gpus,), ("fsdp",), kinds, devices=jax.devices()[:gpus])
-
-
-def sharding(gpus: int, shape: tuple[int, ...]) -> Sharding:
-    """Splits a matrix, or more, along its first dimension that so many GPUs divide."""
-    divided = [i for i, size in enumerate(shape) if size and size % gpus == 0 and len(shape) > 1]
-    spec = PartitionSpec(*(None for _ in shape[: divided[0]]), "fsdp") if divided else None
-    return NamedSharding(mesh(gpus), spec or PartitionSpec())
-
-
-def placed(tree: Any, gpus: int) -> Any:
-    """Arrays, or their types, with the shardings that the step has them in."""
-
-    def one(x: Any) -> Any:
-        place = sharding(gpus, x.shape)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-        return jax.device_put(x, place)
-
-    return jax.tree.map(one, tree) if gpus > 1 else tree
-
-
 def is_matrix(x: Any) -> bool:
     """Returns True for a parameter that is drawn: no vector, nor a vector of each layer."""
     return x.ndim > 2 or (x.ndim == 2 and x.shape[0] >= STACKED)
@@ -108,21 +80,13 @@ def is_matrix(x: Any) -> bool:
 
 @dataclasses.dataclass
 class Built:
-    """A model at its real size, without its matrices: these are drawn, and not before it runs.
+    """A model at its real size, without its matrices: these are drawn, and not before it runs."""
 
-    Attributes:
-      run: computes its outputs for (parameters, `rest`, inputs).
-      abstract: shapes and dtypes of its parameters.
-      tree: the structure that `run` takes them in.
-      vectors: values of those that are no matrices, such as the scales of norms.
-      rest: arrays of the model that are no parameters.
-    """
-
-    run: Callable[[Any, Any, Any], Any]
-    abstract: list[jax.ShapeDtypeStruct]
-    tree: Any
-    vectors: Leaves
-    rest: Any
+    run: Callable[[Any, Any, Any], Any]  # of (parameters, `rest`, inputs)
+    abstract: list[jax.ShapeDtypeStruct]  # its parameters
+    tree: Any  # the structure that `run` takes them in
+    vectors: Leaves  # the parameters that are no matrices, such as the scales of norms
+    rest: Any  # arrays of the model that are no parameters
 
     def draw(self) -> Leaves:
         """Returns its parameters, the same again and again.
@@ -172,26 +136,18 @@ def build(make: Callable[[], Model], inputs: Any) -> Built:
 
 @dataclasses.dataclass
 class Version:
-    """A version's step, and its outcome.
-
-    Attributes:
-      rest: what of the model is no parameter.
-      init: makes the moments of parameters.
-      report: of `fuse`.
-      found: names of our kernels in the compiled program, and how often they are called.
-      products: in it, that multiply FP8 codes.
-      problem: why it is not measured.
-    """
+    """A version's step, and its outcome."""
 
     name: str
-    rest: Any
-    init: Callable[[Leaves], Any]
+    rest: Any  # no parameters of the model
+    init: Callable[[Leaves], Any]  # makes the moments of parameters
     lowered: Any
     report: Any = None
     step: Any = None
+    # Our kernels in the compiled program, how often it calls each, and its products of FP8 codes.
     found: dict[str, int] = dataclasses.field(default_factory=dict)
     products: int = 0
-    problem: str = ""
+    problem: str = ""  # why it is not measured
     gib: float = 0.0
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -276,13 +232,11 @@ def step_of(built: Built, case: Case, name: str, sizes: dict[str, int]) -> Parts
     return optimizer.init, step, reports
 
 
-def traced(built: Built, parts: Parts, name: str, batch: Batch, gpus: int) -> Version:
+def traced(built: Built, parts: Parts, name: str, batch: Batch) -> Version:
     """Returns a version whose step is not compiled yet."""
     init, step, reports = parts
-    state = placed((built.abstract, jax.eval_shape(init, built.abstract)), gpus)
-    out = (jax.tree.map(lambda x: x.sharding, state), sharding(gpus, ())) if gpus > 1 else None
-    step = jax.jit(step, donate_argnums=0, out_shardings=out)
-    lowered = step.lower(state, batch, built.rest)
+    state = built.abstract, jax.eval_shape(init, built.abstract)
+    lowered = jax.jit(step, donate_argnums=0).lower(state, batch, built.rest)
     return Version(name, built.rest, init, lowered, report=reports[-1] if reports else None)
 
 
@@ -319,7 +273,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     sizes = {case.layers: options.layers, case.vocabulary: options.vocabulary}
     sizes = {key: size for key, size in sizes.items() if size}
     seq = options.seq or case.seq
-    rows = (max(options.tokens // seq, 1) if options.tokens else case.rows) * options.gpus
+    rows = max(options.tokens // seq, 1) if options.tokens else case.rows
     if case.length:
         sizes[case.length] = seq
     batch = case.batch(rows, seq, options.vocabulary or case.classes)
@@ -327,10 +281,6 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     hides = lambda x: x.ndim == 2 and x.dtype == jnp.int32 and x.shape[1] == seq
     batch = jax.tree.map(lambda x: jnp.where(keep, x, 0) if hides(x) else x, batch)
     built = build(lambda: case.make(**sizes), batch[0])
-    if options.gpus > 1:
-        rowwise = NamedSharding(mesh(options.gpus), PartitionSpec("fsdp"))
-        batch = jax.device_put(batch, rowwise)
-        built.rest = jax.device_put(built.rest, sharding(options.gpus, ()))
     size = sum(math.prod(leaf.shape) for leaf in built.abstract)
     say(began, f"{name}: {size / 1e9:.2f}e9 parameters, {rows} x {seq} tokens")
     if options.trace_only:
@@ -342,7 +292,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
         futures = []
         for each in options.versions:
             parts = step_of(built, case, each, sizes)
-            versions.append(traced(built, parts, each, batch, options.gpus))
+            versions.append(traced(built, parts, each, batch))
             # Compilers time ways to compute products. Ours take those chosen for theirs where they
             # have the same products, which is quicker and fair.
             after = [] if options.at_once else futures[:1]
@@ -359,8 +309,8 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     gc.collect()  # models may refer to themselves
     for version in versions:  # from the same state
         state.clear()  # before there is another
-        params = placed(built.draw(), options.gpus)
-        state[:] = [(params, placed(jax.jit(version.init)(params), options.gpus)), batch]
+        params = built.draw()
+        state[:] = [(params, jax.jit(version.init)(params)), batch]
         del params
         for _ in range(COMPARED):
             state[0], loss = version.take(*state)
@@ -410,6 +360,7 @@ def show(name: str, size: int, tokens: int, versions: list[Version], kernels: bo
                 "all_ms": [round(1e3 * seconds, 3) for seconds in version.seconds],
                 "tokens_per_s": round(1e3 * tokens / ms),
                 "busy_ms": version.busy,
+                "xla_flags": os.environ.get("XLA_FLAGS", ""),
                 "ratio": round(ratio, 4),
                 "gib": round(version.gib, 6),
                 "losses": version.losses,
@@ -432,12 +383,11 @@ def show(name: str, size: int, tokens: int, versions: list[Version], kernels: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--folder", type=pathlib.Path, action="append", default=[])
-    parser.add_argument("--only", default="", help="models with this in their name, or of it")
+    parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=[*VERSIONS])
     parser.add_argument("--tokens", type=int, help="of a step")
     parser.add_argument("--seq", type=int, help="tokens of a sequence, or of an image")
     parser.add_argument("--padding", type=float, default=0.0, help="of each row, in zeros")
-    parser.add_argument("--gpus", type=int, default=1, help="by FSDP")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--layers", type=int, help="only so many layers")

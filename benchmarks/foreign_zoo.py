@@ -215,32 +215,26 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model whose step is measured.
+    """A model whose step is measured."""
 
-    Attributes:
-      make: makes it, given sizes that replace its own.
-      layers, vocabulary, length: what that calls its number of layers, of tokens or classes, and
-        the longest sequence.
-      classes: how many tokens or classes it has.
-      rows, seq: sequences, or images, of a step, and the tokens of each.
-      cast: parameters are cast to bfloat16 before the forward.
-      batch: makes inputs and what should be predicted, for (rows, tokens of each, classes).
-      loss: of what the model computes, and what it should.
-      own: its trainer's step in the place of ours, for (what it calls as `jax.value_and_grad`,
-        sizes): a function that makes the moments of parameters, and the step for (parameters,
-        moments, inputs, what it should predict).
-    """
-
+    # Makes it, given sizes that replace its own.
     make: Callable[..., Model]
+    # Its words for its number of layers, of tokens or classes, and for the longest sequence.
     layers: str
     vocabulary: str
     length: str = ""
     classes: int = 0
     rows: int = 4
     seq: int = 2048
+    # Parameters are cast to bfloat16 before the forward.
     cast: bool = False
+    # Makes inputs and what should be predicted, for (rows, tokens of each, classes).
     batch: Callable[[int, int, int], Batch] = words
+    # For what the model computes, and what it should.
     loss: Callable[[Any, Any], jax.Array] = cross_entropy
+    # Its trainer's step in the place of ours, for (what it calls as `jax.value_and_grad`, sizes):
+    # what makes the moments of parameters, and the step for (parameters, moments, inputs, what it
+    # should predict).
     own: Callable[..., Own] | None = None
 
 
@@ -293,26 +287,18 @@ def bfloat16_dantinox(**sizes: Any) -> Model:
     return made
 
 
-def eqx_zoo(architecture: str, **sizes: Any) -> Model:
+def eqx_zoo(**sizes: Any) -> Model:
     """A decoder whose layers take one sequence."""
     module = imported("eqx_zoo.models.causal_lm.model")
-    config = imported("eqx_zoo.models.causal_lm.config").Config.from_hf(
-        {"architectures": [architecture], "vocab_size": 64, "hidden_size": 32}
-        | {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        | {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
-        | {"tie_word_embeddings": False, "max_position_embeddings": 16}
-        | sizes
-    )
-    model = module.CausalLM(config, key=jax.random.key(0))
+    made = imported("eqx_zoo.models.causal_lm.config").Config.from_hf(sizes)
+    model = module.CausalLM(made, key=jax.random.key(0))
     return Model(model, lambda m, tokens: jax.vmap(lambda t: m(t)[0])(tokens))
 
 
 def gemma_linen(**sizes: Any) -> Model:
     """Gemma 1 in Linen."""
     module = imported("gemma.transformer")
-    small = {"num_layers": 2, "num_embed": 64, "embed_dim": 32, "hidden_dim": 64}
-    small |= {"num_heads": 2, "head_dim": 16, "num_kv_heads": 1}
-    config = module.TransformerConfig(**small | sizes)
+    config = module.TransformerConfig(**GEMMA | sizes)
     return Model(module.Transformer(config), masked_call)
 
 
@@ -616,6 +602,7 @@ LLAMA = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
 LLAMA |= {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
 LLAMA |= {"tie_word_embeddings": True, "max_position_embeddings": 131072}
+LLAMA |= {"architectures": ["LlamaForCausalLM"]}
 DANTINOX = {"num_blocks": 16, "dim": 2048, "n_heads": 16, "vocab_size": 50304}
 GEMMA = {"num_layers": 18, "num_embed": 256128, "embed_dim": 2048, "hidden_dim": 16384}
 GEMMA |= {"num_heads": 8, "head_dim": 256, "num_kv_heads": 1}
@@ -678,7 +665,7 @@ def vit_case(**sizes: Any) -> Case:
 
 MODELS = {
     "eqx-zoo Llama 3.2 1B (Equinox)": Case(
-        functools.partial(eqx_zoo, "LlamaForCausalLM", **LLAMA),
+        functools.partial(eqx_zoo, **LLAMA),
         *("num_hidden_layers", "vocab_size", "", 128256),
         cast=True,
     ),
@@ -687,7 +674,7 @@ MODELS = {
         bfloat16_dantinox, "num_blocks", "vocab_size", "max_context", 50304, cast=True
     ),
     "gemma-llm Gemma 2B (Linen)": Case(
-        functools.partial(gemma_linen, **GEMMA), "num_layers", "num_embed", "", 256128, 2, cast=True
+        gemma_linen, "num_layers", "num_embed", "", 256128, 2, cast=True
     ),
     "EasyLM Llama .94B (Linen)": ours(easylm_case()),
     "EasyLM Llama .94B, nothing recomputed (Linen)": ours(easylm_case(remat_policy="")),

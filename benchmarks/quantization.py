@@ -1,29 +1,27 @@
-"""Layers in FP8, in bfloat16 and in other FP8, forward and backward, on one GPU.
+"""Layers in FP8, in bfloat16 and in Flax's FP8, forward and backward, on one GPU.
 
     python benchmarks/quantization.py
-    python benchmarks/quantization.py --rows mlp gelu --seconds 300 --json lines.jsonl
+    python benchmarks/quantization.py --rows mlp gelu
     python benchmarks/quantization.py --size tiny    # to try it on a CPU
 
-A row is a layer at a size: MLPs and a dense layer behind a norm, and a foreign model's Linears in
-`fuse`. Its versions are of the same bfloat16 x and parameters (float32, but for the row of few
-tokens), whose casts and codes are made in each call, and take turns. All programs are compiled
-first, beside one another. Every product of "FP8, normfuse" must be one of FP8 codes in its compiled
-program; a version without what it is named for is not measured. Nor is one whose results are far
-from bfloat16's: codes of too small a gradient are all zero, and a GPU multiplies zeros faster than
-numbers. Every line of the table is a JSON line too, for other programs to read.
+A row is a layer at a size: MLPs and a dense layer behind a norm. Its versions are of the same
+bfloat16 x and parameters (float32, but for the row of few tokens), whose casts and codes are made
+in each call, and take turns. All programs are compiled first, beside one another. Every product of
+"FP8, normfuse" must be one of FP8 codes in its compiled program; a version without what it is named
+for is not measured. Nor is one whose results are far from bfloat16's: codes of too small a gradient
+are all zero, and a GPU multiplies zeros faster than numbers. Every line of the table is a JSON line
+too, for other programs to read.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,24 +29,20 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
-import foreign_blocks
 import jax
 import jax.numpy as jnp
 from dense_layers import both_ways, kernel_shapes
 from device_time import GEMM, by_turns, emit
-from flax import nnx
 from flax.linen import fp8_ops
-from fp8_layers import gated, linears, rms_norm
 from programs import fp8_products, other_products, our_kernels
 
 import normfuse
 from normfuse.layers.dense import gated as gated_layers
-from normfuse.layers.quantization.quantize import Quantized
 from normfuse.train.step import GPU_OPTIONS
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 OURS, PLAIN, FP8 = "bf16, normfuse", "bf16, jnp", "FP8, normfuse"
-XLA, FLAX = "FP8, XLA's best", "FP8, Flax's fp8_ops"
+FLAX = "FP8, Flax's fp8_ops"
 Multiply = Callable[[jax.Array, Sequence[jax.Array]], list[jax.Array]]
 FAR = 0.5  # relative error: FP8's are .07 to .3, that of a gradient of zeros is 1
 
@@ -63,7 +57,6 @@ class Version:
       products: how many FP8 products its program must have; 0 for bfloat16, and None where as many
         as XLA makes of it will do.
       ours: whether it must call kernels of ours; others must not.
-      norms: how many norms write codes, where `fuse` says so.
       program: its compiled step.
       problem: why it is not measured.
       error: of the result or gradient that is furthest from bfloat16's by plain JAX, relative.
@@ -74,7 +67,6 @@ class Version:
     extra: Callable[[], Any] = tuple
     products: int | None = 0
     ours: bool = False
-    norms: Callable[[], int] = lambda: 1
     program: Any = None
     problem: str = ""
     error: float = math.nan
@@ -101,8 +93,6 @@ class Version:
                 f"its program has {self.fp8} products of FP8 codes and {self.others} others, "
                 f"must have {self.products} and none"
             )
-        elif not self.norms():
-            self.problem = "no norm writes codes"
 
 
 @dataclasses.dataclass
@@ -138,23 +128,8 @@ class Row:
 # ---------------------------------------------------------------- products of others
 
 
-def xla_quantize(x: jax.Array, dtype: Any = None, *, bound: Any = None) -> Quantized:
-    """Codes in both layouts by XLA alone, their scale given: with delayed scaling it is a state."""
-    del bound
-    dtype, scale = jnp.dtype(dtype or jnp.float8_e4m3fn), 2.0**-4
-    largest = float(jnp.finfo(dtype).max)
-    q = (x.astype(f32) / scale).clip(-largest, largest).astype(dtype)
-    q = jax.lax.optimization_barrier(q)  # or codes are made twice, and what is transposed is x
-    return Quantized(q, q.T, f32(scale))
-
-
 def jnp_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
     return [x @ kernel.astype(x.dtype) for kernel in kernels]
-
-
-def xla_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
-    """Codes of x are made once for all."""
-    return linears(x, kernels, quantize=xla_quantize)
 
 
 FLAX_STATE = "_overwrite_with_gradient"
@@ -189,11 +164,13 @@ def plain_layer(multiply: Multiply) -> Callable:
 
     def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
         *ups, down = kernels
-        y = rms_norm(x, scale)
+        wide = x.astype(f32)
+        rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
+        y = (wide * rstd * scale).astype(x.dtype)
         if not ups:
             return multiply(y, [down])[0]
-        a, *up = multiply(y, ups)
-        h = gated(a, *up) if up else jax.nn.gelu(a.astype(f32)).astype(a.dtype)
+        a, *up = (each.astype(f32) for each in multiply(y, ups))
+        h = (jax.nn.silu(a) * up[0] if up else jax.nn.gelu(a)).astype(x.dtype)
         return multiply(h, [down])[0]
 
     return run
@@ -249,7 +226,6 @@ def rivals(layer: str, operands: Any) -> list[Version]:
 
     return [
         Version(PLAIN, on_operands(plain_layer(jnp_products))),
-        Version(XLA, on_operands(plain_layer(xla_products)), products=None),
         Version(FLAX, with_flax, functools.partial(flax_states, count), None),
     ]
 
@@ -279,46 +255,10 @@ def layer_row(
     return Row(name, title, operands, versions)
 
 
-# ---------------------------------------------------------------- a foreign model's Linears
-
-
-def linears_row(name: str, tokens: int, dim: int, hidden: int) -> Row:
-    """A row of `fuse`: a foreign module's norm and Linears, its activation between."""
-    layer = "norm + SwiGLU MLP"
-    operands = layer_operands(layer, tokens, dim, hidden)
-
-    def fused(quantization: Any) -> tuple[Callable, list[int]]:
-        make = lambda: foreign_blocks.Mlp(dim, hidden, rngs=nnx.Rngs(0))
-        graph, _ = nnx.split(nnx.eval_shape(make))
-        norms: list[int] = []
-
-        def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
-            params: dict[str, Any] = {"norm": {"w": scale}}
-            params |= {k: {"kernel": w} for k, w in zip(("gate", "up", "down"), kernels)}
-            y = nnx.merge(graph, params)(x)
-            return jax.lax.optimization_barrier(y)  # a product that is a result may be logits
-
-        def report(report: Any) -> None:
-            norms.append(sum(row.domain == "codes" for row in report.fused))
-
-        options = {"quantization": quantization, "report": report}
-        return on_operands(normfuse.fuse(run, **options)), norms
-
-    in_fp8, norms = fused("fp8")
-    versions = [
-        Version(OURS, fused(None)[0], ours=True),
-        Version(FP8, in_fp8, products=9, ours=True, norms=lambda: sum(norms)),
-        *rivals(layer, operands),
-    ]
-    title = f"the same from Linears, {dim} -> {hidden}, {tokens} tokens"
-    return Row(name, title, operands, versions)
-
-
 # ---------------------------------------------------------------- the table
 
 LAYERS: dict[str, tuple] = {  # the layer, tokens, features, hidden features, the kernels' dtype
     "mlp": ("norm + SwiGLU MLP", 16384, 4096, 14336, f32),
-    "linears": ("", 16384, 4096, 14336, f32),
     "gelu": ("norm + gelu MLP", 16384, 4096, 14336, f32),
     "dense": ("norm + dense", 16384, 4096, 14336, f32),
     "mlp-2048-tokens": ("norm + SwiGLU MLP", 2048, 4096, 14336, bf16),
@@ -332,127 +272,80 @@ def rows(chosen: Sequence[str], *, tiny: bool = False) -> list[Row]:
     for name in chosen:
         layer, *sizes, dtype = LAYERS[name]
         sizes = [size // (64 if tiny else 1) for size in sizes]
-        found.append(layer_row(name, layer, *sizes, dtype) if layer else linears_row(name, *sizes))
+        found.append(layer_row(name, layer, *sizes, dtype))
     return found
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def compile_all(found: Sequence[Row], threads: int, until: float) -> list[str]:
-    """Compiles all versions in parallel; returns those not compiled at `until`.
-
-    Flax's come last: XLA has been seen to take minutes for products that accumulate in full.
-    """
+def compile_all(found: Sequence[Row], threads: int) -> None:
+    """Compiles all versions in parallel."""
     options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
-    pool = concurrent.futures.ThreadPoolExecutor(threads)
-    futures: dict[Version, concurrent.futures.Future] = {}
-    names = {}
-    every = [(row, version) for row in found for version in row.versions]
-    for row, version in sorted(every, key=lambda pair: pair[1].name == FLAX):
-        if version in futures:
-            continue
-        names[version] = f"{row.name}: {version.name}"
+
+    def compiled(version: Version, operands: Any) -> None:
         try:
-            traced = jax.jit(version.run).trace(row.operands, jax.eval_shape(version.extra))
-        except Exception as error:
-            version.problem = f"tracing: {said(error)}"
-            continue
-        futures[version] = pool.submit(lambda traced=traced: traced.lower().compile(options))
-    concurrent.futures.wait(futures.values(), max(0, until - time.perf_counter()))
-    pool.shutdown(wait=False, cancel_futures=True)
-    for version, future in futures.items():
-        if not future.done() or future.cancelled():
-            version.problem = "was not compiled in time"
-        elif error := future.exception():
-            version.problem = f"compiling: {said(error)}"
+            traced = jax.jit(version.run).trace(operands, jax.eval_shape(version.extra))
+            version.program = traced.lower().compile(options)
+        except Exception as error:  # the others can be measured
+            version.problem = said(error)
         else:
-            version.program = future.result()
             version.read(version.program.as_text(), jax.default_backend() == "gpu")
-    return [names[version] for version, future in futures.items() if not future.done()]
+
+    every = {version: row.operands for row in found for version in row.versions}
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(compiled, every, every.values()))
 
 
 def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
-def measure(
-    chosen: Sequence[str], *, seconds: float, turns: int, threads: int, tiny: bool
-) -> list[dict]:
-    """Emits and returns a line for each version of each row, in the time that there is."""
-    began = time.perf_counter()
-    until = began + seconds
-    device = jax.devices()[0].device_kind
-    found = rows(chosen, tiny=tiny)
-    compiling = compile_all(found, threads, began + 0.6 * seconds)
-    took = round(time.perf_counter() - began, 1)
-    lines = [emit(device=device, jax=jax.__version__, compiled_s=took, compiling=compiling)]
-    for op, reason in normfuse.fallbacks():
-        lines.append(emit(plain_xla_serves=op, reason=reason))
-    for row in found:
+def measure_row(row: Row, turns: int) -> None:
+    """Emits a line for each version of a row, and prints a table."""
+    operands = row.draw()
+    calls = {v: (v.program, (operands, v.extra())) for v in row.versions if not v.problem}
+    expected: list[jax.Array] = []
+    for version in sorted(calls, key=lambda version: version.name != PLAIN):
+        program, args = calls[version]
         try:
-            lines += measure_row(row, turns, until)
-        except Exception as error:  # the other rows can be measured
-            lines.append(emit(row=row.name, not_measured=said(error)))
-    return lines
-
-
-def measure_row(row: Row, turns: int, until: float) -> list[dict]:
-    """Emits and returns the lines of a row."""
-    if time.perf_counter() < until:
-        operands = row.draw()
-        calls = {v: (v.program, (operands, v.extra())) for v in row.versions if not v.problem}
-        found: list[jax.Array] = []
-        expected = found
-        for version in sorted(calls, key=lambda version: version.name != PLAIN):
-            program, args = calls[version]
-            try:
-                found = arrays(program(*args))
-            except jax.errors.JaxRuntimeError as error:
-                version.problem = said(error)
-            else:
-                expected = expected or found
-                errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
-                version.error = float(jnp.max(jnp.stack(errors)))  # NaN if one is
-                if not version.error <= FAR:
-                    version.problem = f"its results are {version.error:.2g} from bfloat16's"
-        found = expected = []
-        calls = {version: call for version, call in calls.items() if not version.problem}
-        named = {version.name: call for version, call in calls.items()}
-        warm = 1.5 if jax.default_backend() == "gpu" else 0
-        samples = by_turns(named, turns, warm, until)
-    else:
-        samples = {}
+            found = arrays(program(*args))
+        except jax.errors.JaxRuntimeError as error:
+            version.problem = said(error)
+            continue
+        expected = expected or found
+        errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+        version.error = float(jnp.max(jnp.stack(errors)))  # NaN if one is
+        if not version.error <= FAR:
+            version.problem = f"its results are {version.error:.2g} from bfloat16's"
+    named = {version.name: call for version, call in calls.items() if not version.problem}
+    samples = by_turns(named, turns, 1.5 if jax.default_backend() == "gpu" else 0)
     times = {
-        name: [sum(us for _, us in call) / 1e3 for call in found]
-        for name, found in samples.items()
-        if found
+        name: [sum(us for _, us in call) / 1e3 for call in its] for name, its in samples.items()
     }
     base = statistics.median(times[OURS]) if OURS in times else math.nan
-    lines = []
     for version in row.versions:
-        line: dict[str, Any] = {"row": row.name, "title": row.title}
-        line["version"] = version.name
-        if version.name not in times:
-            lines.append(emit(**line, not_measured=version.problem or "out of time"))
+        line = {"row": row.name, "title": row.title, "version": version.name}
+        begin = f"{row.name:16}{version.name:28}"
+        if version.problem:
+            emit(**line, not_measured=version.problem)
+            print(f"{begin}not measured: {version.problem}")
             continue
         ms = statistics.median(times[version.name])
-        line |= {"ms": round(ms, 3), "ratio": None if math.isnan(base) else round(base / ms, 3)}
-        multiplied = [
-            sum(us for kernel, us in call if GEMM.search(kernel)) / 1e3
-            for call in samples[version.name]
-        ]
-        line |= {
-            "products_ms": round(statistics.median(multiplied), 3),
-            "error": round(version.error, 4),
-            "fp8": version.fp8,
-            "other_products": version.others,
-            "turns": [round(ms, 3) for ms in times[version.name]],
-            "kernels": version.kernels,
-            "rest": rest(samples[version.name][-1]),
-        }
-        lines.append(emit(**line))
-    return lines
+        multiplied = statistics.median(
+            sum(us for kernel, us in call if GEMM.search(kernel)) for call in samples[version.name]
+        )
+        emit(
+            **line,
+            ms=round(ms, 3),
+            ratio=round(base / ms, 3),
+            products_ms=round(multiplied / 1e3, 3),
+            error=round(version.error, 4),
+            fp8=version.fp8,
+            turns=[round(ms, 3) for ms in times[version.name]],
+            kernels=version.kernels,
+        )
+        print(f"{begin}{ms:9.3f} ms {base / ms:6.3f} x  {version.fp8:3} FP8 products")
 
 
 def arrays(results: Any) -> list[jax.Array]:
@@ -468,45 +361,20 @@ def relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.where(far == 0, 0.0, far / full)
 
 
-def rest(call: list[tuple[str, float]]) -> dict[str, tuple[int, float]]:
-    """The calls and microseconds of each kernel that is not a product: the largest."""
-    found: dict[str, tuple[int, float]] = {}
-    for kernel, us in call:
-        if not GEMM.search(kernel):
-            count, total = found.get(kernel[:60], (0, 0.0))
-            found[kernel[:60]] = count + 1, round(total + us, 1)
-    return dict(sorted(found.items(), key=lambda entry: -entry[1][1])[:12])
-
-
-def show(line: dict[str, Any]) -> None:
-    """Prints a version of a row."""
-    begin = f"{line['row']:16}{line.get('version', ''):28}"
-    if "not_measured" in line:
-        print(f"{begin}not measured: {line['not_measured']}")
-        return
-    ratio = "-" if line["ratio"] is None else f"{line['ratio']:.3f}"
-    print(f"{begin}{line['ms']:9.3f} ms {ratio:>6} x  {line['fp8']:3} FP8 products")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--turns", type=int, default=9, help="of each version of a row")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that compile")
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
-    parser.add_argument("--json", type=pathlib.Path, help="also write all lines there")
     given = parser.parse_args()
-    sizes = {"turns": given.turns, "threads": given.threads, "tiny": given.size == "tiny"}
-    lines = measure(given.rows, seconds=given.seconds, **sizes)
-    for line in lines:
-        if "row" in line:
-            show(line)
-    if given.json:
-        given.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if lines[0]["compiling"]:  # threads that compile cannot be stopped
-        sys.stdout.flush()
-        os._exit(0)
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
+    found = rows(given.rows, tiny=given.size == "tiny")
+    compile_all(found, given.threads)
+    for op, reason in normfuse.fallbacks():
+        print(f"plain XLA serves {op}: {reason}")
+    for row in found:
+        measure_row(row, given.turns)
 
 
 if __name__ == "__main__":

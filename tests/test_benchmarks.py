@@ -78,7 +78,7 @@ def measure_steps(monkeypatch, capsys, served):
 
     case = foreign_steps_toy.toy(steps, served)
     sizes = {"layers": 1, "vocabulary": 64, "tokens": 32, "seq": 16, "rounds": 3, "steps": 1}
-    sizes |= {"gpus": 1, "padding": 0.0}
+    sizes |= {"padding": 0.0}
     flags = dict.fromkeys(["kernels", "trace_only", "at_once", "profile"], False)
     options = argparse.Namespace(**sizes, **flags, versions=VERSIONS_OF_STEPS)
     failed = steps.measure("toy", case, options)
