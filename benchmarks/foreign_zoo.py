@@ -11,7 +11,7 @@ other frameworks, need not be installed: empty ones stand in for them.
 A row runs as its project's configuration has it where `pip` installs what that asks for: its
 attention, what it recomputes, its dropout, its packing. All multiply in bfloat16. Another setting
 stands beside it under its name. Levanter's default on GPUs is its flash attention where
-TransformerEngine is not installed, MaxText's `autoselected` is tokamax's in Triton.
+TransformerEngine is not installed, MaxText's "autoselected" is tokamax's in Triton.
 """
 
 import ast
