@@ -596,6 +596,19 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::"
         "test_gradients_of_rows_whose_keys_are_all_hidden[1e9 written-36-True]",
     ),
+    Mutant(  # a factor of two numbers, neither of them 0
+        "layers/fuse/scores.py",
+        "if two is None or two.numbers.count(0) != 1:",
+        "if two is None:",
+        "tests/fuse/test_dropout.py::"
+        "test_another_factor_of_probabilities_stays[two values, neither 0]",
+    ),
+    Mutant(
+        "layers/fuse/attention.py",
+        'options["dropout_rate"] = 1 - 1 / c',
+        'options["dropout_rate"] = 0.0',
+        "tests/fuse/test_dropout.py::test_a_factor_of_two_values_is_dropout[one mask]",
+    ),
     Mutant(  # scores that a number has rounded away have no gradient
         "layers/fuse/attention.py",
         "jnp.where(where, tangents[0] / FAINT, tangents[0])",

@@ -35,6 +35,7 @@ class Seen:
       dtype: what the attention is computed in.
       options: of `attend`.
       masks, biases: what is known at run time only; `fixed` a constant mask.
+      kept: masks of the probabilities that dropout keeps.
     """
 
     groups: tuple[Any, ...]
@@ -43,6 +44,7 @@ class Seen:
     masks: list[Mask] = dataclasses.field(default_factory=list)
     biases: list[tuple[int, Dims, float]] = dataclasses.field(default_factory=list)
     fixed: Any = None
+    kept: tuple[tuple[int, Dims, bool], ...] = ()
 
     def arrays(self, read: Read) -> dict[str, Any]:
         """Returns arrays of `normfuse.attention`, by their names."""
@@ -53,9 +55,10 @@ class Seen:
             masks.append(jnp.asarray(self.fixed)[None, None])
         biases = [times(place(read(b), dims), factor) for b, dims, factor in self.biases]
         add = lambda a, b: a.astype(self.dtype) + b  # biases of 16 bits are added in wider dtypes
-        given = {"bias": biases and functools.reduce(add, biases)}
-        given["mask"] = masks and functools.reduce(jnp.logical_and, masks)
-        return {name: x for name, x in given.items() if not isinstance(x, list)}
+        kept = [place(read(m), dims) == keep for m, dims, keep in self.kept]
+        given = {"bias": (add, biases), "mask": (jnp.logical_and, masks)}
+        given["dropout_mask"] = jnp.logical_and, kept
+        return {name: functools.reduce(join, xs) for name, (join, xs) in given.items() if xs}
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
@@ -102,6 +105,12 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
     count = f"{size(heads)}" + (f"/{size(shared)}" if size(shared) != size(heads) else "")
     options = {"scale": scale, "softcap": found.softcap, "rows": None}
     seen = Seen((*groups, keys), dtype, options)
+    if form.dropout is not None:
+        seen.kept, c = form.dropout.masks, form.dropout.factor
+        if seen.kept and c >= 1:
+            options["dropout_rate"] = 1 - 1 / c
+        else:
+            factor *= c
     _sort_masks(forms, form, forms.rows[value], seen)
     parts = {
         "causal": options["causal"],
@@ -110,6 +119,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         "run-time mask": seen.masks,
         "bias": seen.biases,
         f"softcap {found.softcap}": found.softcap,
+        "dropout": seen.kept,
     }
     operands = [
         (*found.x[:2], (batch, queries, heads, width)),
@@ -124,7 +134,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), form.dims)
         return [times(y, factor).astype(g.avals[value].dtype)]
 
-    reads = [u for u, *_ in (*operands, *seen.biases)] + [m.value for m in seen.masks]
+    reads = [u for u, *_ in (*operands, *seen.biases, *seen.kept)] + [m.value for m in seen.masks]
     return Site(
         outs=(value,),
         reads=tuple(dict.fromkeys(reads)),
@@ -219,7 +229,11 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
         seen.options["rows"] = _rows(base.masks, row, sees, mean)
     if infinite:
         seen.options["rows"] = _rows_of_biases(base.masks, row, mean, seen)
-    seen.options["infinite"] = infinite
+    seen.options["infinite"], rows = infinite, seen.options["rows"]
+    if seen.kept and isinstance(rows, float) and rows:  # NaN, or the weight of each value
+        if rows == rows and rows != mean:
+            raise Left("dropout of rows that see nothing, whose weights are no mean")
+        seen.options["rows"] = "written" if rows == mean else rows
     if seen.options["rows"] == "absorbed" and (base.inner is not None or seen.dtype == jnp.float16):
         raise Left("a number that rounds scores away, which have a soft cap or are float16")
 
@@ -383,10 +397,12 @@ def attend(q, k, v, given, *, rows, infinite, causal, window, **scores):
     wide, groups = jnp.promote_types(v.dtype, jnp.float32), q.shape[2] // k.shape[2]
     every = {name: x for name, x in given.items() if name in ("bias", "dropout_mask")}
 
-    if rows in ("shifted", "absorbed") and bias is None and seen.shape[1:3] == (1, 1):
+    if isinstance(rows, str) and bias is None and seen.shape[1:3] == (1, 1):
         # Whole sequences see nothing: then they see all keys, and no second attention is needed.
         if rows == "absorbed":
             q, k = _faint(q, ~some), _faint(k, ~some)
+        elif rows == "written":
+            q = jnp.where(some, q, 0)
         if "mask" in given:
             given["mask"] = given["mask"] | ~some
         if "lengths" in given:

@@ -107,6 +107,18 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dropout:
+    """A factor of probabilities: a number where all masks keep them, 0 elsewhere.
+
+    Attributes:
+      masks: (value, labels, which of its booleans keeps) of each.
+    """
+
+    factor: float = 1.0
+    masks: tuple[tuple[int, Dims, bool], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Form:
     """along · scores + terms, or its exponential.
 
@@ -119,6 +131,7 @@ class Form:
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
       weights: what losses were multiplied by, before they were summed.
       stopped: the scores went through `stop_gradient`.
+      dropout: what probabilities were multiplied by before their product with v.
     """
 
     base: Scores
@@ -132,11 +145,19 @@ class Form:
     safe: bool = False
     weights: tuple[Weight, ...] = ()
     stopped: bool = False
+    dropout: Dropout | None = None
 
     @property
     def soft(self) -> bool:
         """Tells if it is an exponential of the scores along their axis."""
-        return self.exp and self.along == 1 and not self.mixed and not self.hot
+        return self.exp and self.along == 1 and not (self.mixed or self.hot or self.dropout)
+
+    @property
+    def is_softmax(self) -> bool:
+        """Tells if it is probabilities, with dropout or without."""
+        own = {(Term("lse", self.base, t.axis), -1.0) for t, _ in self.terms}
+        plain = self.exp and self.along == 1 and not self.mixed and len(own) == 1
+        return plain and self.terms == own
 
     @property
     def is_scores(self) -> bool:
@@ -256,6 +277,9 @@ def row_of(forms: Any, made: Equation, form: Any, applied: frozenset[Any]) -> Ro
     masks, rows = keys(form), []
     of = [forms.of.get(v) for v in made.ins]
     of = [f if f and f.base.dot is form.base.dot else None for f in of]  # or a bias
+    for v, own in zip(made.ins, of):
+        if own and own.dropout != form.dropout:
+            return forms.rows[v]  # before the dropout
     for v, own in zip(made.ins, of, strict=True):
         number = forms.program.number(v)
         if own is None:

@@ -18,9 +18,35 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .forms import MAXIMA, Form, Mask, Mixed, Row, Scores, Term, Weight, plus, row_of, scaled
+from .forms import (
+    MAXIMA,
+    Dropout,
+    Form,
+    Mask,
+    Mixed,
+    Row,
+    Scores,
+    Term,
+    Weight,
+    plus,
+    row_of,
+    scaled,
+)
 from .indices import counted, is_zero, two_valued
-from .labels import MOVED, UNCHANGED, Dims, Label, atoms, expand, fresh, meet, moved, peel, shape_of
+from .labels import (
+    MOVED,
+    UNCHANGED,
+    Dims,
+    Label,
+    atoms,
+    expand,
+    expanded,
+    fresh,
+    meet,
+    moved,
+    peel,
+    shape_of,
+)
 from .program import Equation, Program, is_precise
 from .sites import Left, Site, at_ends
 
@@ -98,7 +124,7 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
     if not all([jnp.issubdtype(a.dtype, jnp.floating) for a in avals]):
         return None
     contract, batch = made.params["dimension_numbers"]
-    side = next((i for i, f in enumerate(forms) if f and f.soft), None)
+    side = next((i for i, f in enumerate(forms) if f and (f.soft or f.dropout)), None)
     if side is None and (picked := _picked(g, made, forms)) is not None:
         return picked
     dims = [fresh(a.shape) for a in avals]
@@ -204,8 +230,9 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
             continue
         number = g.program.number(other)
         if product:
-            if number and not form.exp and (first or sign > 0):
-                return scaled(form, number if sign > 0 else 1 / number)
+            if number and (first or sign > 0) and (form.is_softmax or not form.exp):
+                number = number if sign > 0 else 1 / number
+                return dropped(g, form, number) if form.exp else scaled(form, number)
             if number == 1 and not first and sign < 0 and form.exp and not form.along:
                 return replace(form, terms=plus(frozenset(), form.terms, -1.0))
             if number is None and made.name == "mul":
@@ -240,7 +267,7 @@ def _averaged(g: ScoreForms, a: int, b: int) -> Form | None:
 def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
     """Proves max (s + c) = max s + c and Σ exp(s + c) = exp(lse s + c) with derivatives, where c is
     constant along the axis that is reduced, the terms' own."""
-    if form is None or form.mixed:
+    if form is None or form.mixed or form.dropout:
         return None
     axes = tuple(map(int, made.params["axes"]))
     axis = frozenset(atoms([form.dims[i] for i in axes]))
@@ -368,7 +395,7 @@ def _call(g: ScoreForms, made: Equation, *_: Any) -> Form | None:
 
 def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:
     """Functions of one operand; under `stop_gradient` maxima are other terms."""
-    if form is None or form.mixed or form.hot or form.weights:
+    if form is None or form.mixed or form.hot or form.weights or form.dropout:
         return None
     s = form.base
     match made.name:
@@ -414,8 +441,12 @@ def times(g: Any, form: Form, other: int) -> Form | None:
         return None
     two = two_valued(g.program, other, form.dims) if form.along else None
     if form.along and form.exp:
-        is_mask = two and two.numbers == (0, 1) and two.no.exact and two.yes.exact
-        return _masked(g, form, two.mask, two.dims, True, -math.inf) if two and is_mask else None
+        if two is None or two.numbers.count(0) != 1:
+            return None
+        keep, factor = two.numbers[0] == 0, sum(two.numbers)
+        if form.is_softmax or factor != 1 or not keep or not (two.no.exact and two.yes.exact):
+            return dropped(g, form, factor, two.mask, two.dims, keep)
+        return _masked(g, form, two.mask, two.dims, True, -math.inf)
     if form.exp or form.summed:
         return None
     if form.along and not form.hot:
@@ -447,6 +478,31 @@ def _weighted(
     if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
         return None
     return replace(form, weights=(*form.weights, Weight(v, dims, select, keep)))
+
+
+def dropped(
+    g: Any, form: Form, factor: float, pred: int | None = None, dims: Dims = (), keep: bool = True
+) -> Form | None:
+    """Probabilities times a number, or times that and 0 by a mask; not other exponentials.
+
+    A mask that has hidden the scores hides what is 0 already.
+    """
+    if not form.is_softmax or not math.isfinite(factor):
+        return None
+    before = form.dropout or Dropout()
+    if pred is None:
+        return replace(form, dropout=replace(before, factor=before.factor * factor))
+    if factor == 1 and _masked(g, form, pred, dims, keep, -math.inf) is form:
+        return form
+    g.applied = []
+    v, dims, *_ = g.peel(pred, dims)
+    two = two_valued(g.program, v, dims)
+    if two is not None and two.mask != v and bool(two.yes.x) != bool(two.no.x):
+        v, dims, keep = two.mask, two.dims, bool(two.yes.x) == keep
+    if not set(atoms(dims)) <= set(atoms(form.dims)) or g.program.avals[v].ndim == 0:
+        return None
+    masks = tuple(dict.fromkeys((*before.masks, (v, expanded(dims), keep))))
+    return replace(form, dropout=Dropout(before.factor * factor, masks))
 
 
 def biased(g: Any, form: Form, other: int, sign: float) -> Form | None:
@@ -548,6 +604,8 @@ def select(g: Any, made: Equation, _: Any, no: Form | None, yes: Form | None, *m
         if form.along == 1 and not form.exp and c < 0:
             return _masked(g, form, made.ins[0], form.dims, keep, c)
         if form.along and form.exp and c == 0:
+            if form.is_softmax:
+                return dropped(g, form, 1.0, made.ins[0], form.dims, keep)
             return _masked(g, form, made.ins[0], form.dims, keep, -math.inf)
         if form.along and not form.exp and c == 0 and keep:
             return one_hot(g, form, made.ins[0], form.dims, selects=True)

@@ -111,7 +111,7 @@ attention("exponentials that overflow", attend(weights=exponentials(lambda x: x)
 # Probabilities and scores that change, or that something else reads.
 keep = np.random.default_rng(0).random((N, N, N)) < 0.9
 after = lambda change: attend(weights=lambda s: change(softmax(s)))
-no_attention("probabilities dropped out", after(lambda p: jnp.where(keep, p / 0.9, 0.0)))
+attention("probabilities dropped out", after(lambda p: jnp.where(keep, p / 0.9, 0.0)))
 no_attention("probabilities stopped", after(stop))
 eight = lambda x: x.astype(jnp.float8_e4m3fn).astype(f32)  # quantizes: no mere rounding
 no_attention("probabilities of 8 bits", after(eight))
