@@ -70,6 +70,11 @@ class Call:
             mask = kept if mask is None else mask & kept
         elif "dropout" in given:
             self.parts = [Call(spec, q, k, given, lengths, wanted, is_) for is_ in (True, False)]
+        self._window = spec.window
+        if spec.window is not None and (mask is not None or self.has_bias):
+            # cuDNN has no windows beside what is added to scores.
+            near = reached(spec, self._sizes[self._d.length], self._sizes[self._d.keys])
+            mask, self._window = near[None, None] if mask is None else mask & near, None
         self.operands, self._seen = [] if mask is None else [mask], mask
         if self.has_bias:
             bias = self._whole(given["bias"], spec.dims["bias"])
@@ -156,6 +161,8 @@ class Call:
         seen, some = self._seen, None
         if self._lengths is not None:
             rows, first = self._lengths
+            if self._spec.window is not None:  # later rows see none of the first keys
+                rows = jnp.minimum(rows, first + min(self._spec.window, keys) - 1)
             some = ((jnp.arange(length) < rows[:, None]) & (first > 0)[:, None])[:, None]
         if seen is None:
             return some
@@ -168,7 +175,7 @@ class Call:
 
     def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
         """The call itself."""
-        window = self._spec.window
+        window = self._window
         operand = next(iter(operands), None)
         rows, keys = self.kernel_lengths()
         return jax.nn.dot_product_attention(

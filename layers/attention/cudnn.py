@@ -242,7 +242,7 @@ def _chosen(
         extras["dropout"] = lax.optimization_barrier(extras["dropout"]) & ~never
     if "segments" in spec.dims:
         ways = _packed(capability, spec, run, extras, operands, dims)
-    elif _may_be_simpler(spec, k):
+    elif "mask" in extras and k.shape[-3] >= _CHOICE and not {"lengths", "key lengths"} & {*extras}:
         calls = _without_mask(spec, q, k, extras)
         ways = [(flag, functools.partial(run, call, *operands)) for flag, call in calls]
     else:
@@ -253,12 +253,6 @@ def _chosen(
     for flag, way in reversed(ways):
         found = [jnp.where(flag, a, b) for a, b in zip(way(), found, strict=True)]
     return found
-
-
-def _may_be_simpler(spec: Spec, k: Array) -> bool:
-    has_lengths = {"lengths", "key lengths"} & {*spec.dims}
-    is_free = spec.window is None and not has_lengths
-    return "mask" in spec.dims and is_free and k.shape[-3] >= _CHOICE
 
 
 def _without_mask(

@@ -21,7 +21,7 @@ MASKS = {  # shapes of extras, other options, and the forward's kernels
     "mask": ({"mask": (LENGTH, LENGTH)}, {}, (2, 1)),  # of `causal`, or with lengths, or itself
     "padding": ({"mask": (4, 1, 1, LENGTH)}, {}, (1, 1)),
     "padding, causal": ({"mask": (4, 1, 1, LENGTH)}, {"causal": True}, (1, 1)),
-    "padding, window": ({"mask": (4, 1, 1, LENGTH)}, {"causal": True, "window": 99}, (0, 1)),
+    "padding, window": ({"mask": (4, 1, 1, LENGTH)}, {"causal": True, "window": 99}, (1, 1)),
     "mask of heads": ({"mask": (32, LENGTH, LENGTH)}, {}, (2, 1)),
     "bias, padding": ({"mask": SCORES, "bias": (LENGTH, LENGTH)}, {}, (0, 3)),
     "lengths": ({"lengths": (4,)}, {"causal": True}, (1, 0)),

@@ -80,6 +80,10 @@ FEW = jnp.asarray([640, 333, 0])
 SHORTER = {  # three sequences of 640
     "lengths": {"lengths": FEW},
     "lengths, causal": {"lengths": FEW, "causal": True},
+    "lengths, window": {"lengths": FEW, "causal": True, "window": 100},
+    "padding, window": {"mask": SOME, "causal": True, "window": 100},
+    "a mask, window": {"mask": ~SOME, "causal": True, "window": 100},
+    "a bias, window": {"bias": LEARNED, "causal": True, "window": 100},
     "lengths of queries and keys": {"lengths": (jnp.asarray([640, 9, 0]), FEW)},
     "lengths beside a bias": {"lengths": FEW, "bias": LEARNED},
     "padding beside a learned bias": {"mask": SOME, "bias": LEARNED},

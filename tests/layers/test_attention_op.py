@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from dataclasses import replace
 
 import hlo
 import jax
@@ -646,7 +647,7 @@ ON_GPU = {
     "key bias": ({"bias": (64,), "causal": True}, MASKED),
     "mask": ({"mask": (2, 1, 64, 64)}, SQUARE),
     "mask of heads": ({"mask": (4, 1, 64)}, MASKED + PLAIN),
-    "window": ({"causal": True, "window": 9, "mask": (2, 1, 64, 64)}, MASKED),
+    "window": ({"causal": True, "window": 9, "mask": (2, 1, 64, 64)}, PADDED),
     "lengths": ({"lengths": jnp.zeros((2,), int)}, PLAIN),
     "lengths, causal": ({"lengths": (IDS[:, 0], IDS[:, 0]), "causal": True}, PLAIN),
     "lengths and mask": ({"lengths": IDS[:, 0], "mask": (2, 1, 1, 64)}, MASKED),
@@ -847,7 +848,9 @@ def emulated_scores(call, q, k):
         s += operand if call.has_bias else jnp.where(operand, 0, -(2.0**41))
     length, keys = s.shape[2:]
     if call._spec.causal:
-        s = jnp.where(calls.reached(call._spec, length, keys), s, -jnp.inf)
+        assert call._window is None or not call.operands
+        near = calls.reached(replace(call._spec, window=call._window), length, keys)
+        s = jnp.where(near, s, -jnp.inf)
     given = call.kernel_lengths()
     rows, first = ([length], [keys]) if given[0] is None else given
     rows, first = (jnp.reshape(jnp.asarray(n), (-1, 1, 1, 1)) for n in (rows, first))
@@ -894,6 +897,8 @@ BY_CUDNN = [
     ["padding", "lengths", "key bias"],
     ["key lengths", "dropout"],
     ["window", "mask", "dropout"],
+    ["window", "padding"],
+    ["window", "key lengths"],
     ["causal", "dropout of all"],
     ["segments", "lengths"],
     ["lengths", "causal"],
