@@ -207,7 +207,7 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: dict[str, 
         call = Call(spec, q, k, extras)
         return [one.operands for one in (call, *call.parts)]
 
-    made = sum(a.size for a in jax.tree.leaves(jax.eval_shape(operands, extras)))
+    made = max((a.size for a in jax.tree.leaves(jax.eval_shape(operands, extras))), default=0)
     if made > max(_MOST_MADE, sum(a.size for a in extras.values())):
         raise Unsupported("a mask or bias of all scores: cuDNN would need it in memory")
 
@@ -240,17 +240,19 @@ def _chosen(
         one = lax.slice(last, [0] * last.ndim, [1] * last.ndim).reshape(())
         never = one.astype(jnp.float32) > jnp.inf
         extras["dropout"] = lax.optimization_barrier(extras["dropout"]) & ~never
-    if "segments" in spec.dims:
+    ways, calls = [], []
+    if "segments" in extras:
         ways = _packed(capability, spec, run, extras, operands, dims)
     elif "mask" in extras and k.shape[-3] >= _CHOICE and not {"lengths", "key lengths"} & {*extras}:
         calls = _without_mask(spec, q, k, extras)
         ways = [(flag, functools.partial(run, call, *operands)) for flag, call in calls]
-    else:
-        ways = []
-    # `jnp.where` and no sum: a kernel that was not wanted has not written its results.
-    none = functools.reduce(jnp.logical_or, [flag for flag, _ in ways]) if ways else None
-    found = run(Call(spec, q, k, extras, wanted=None if none is None else ~none), *operands)
+    none = ~functools.reduce(jnp.logical_or, [flag for flag, _ in ways]) if ways else None
+    whole = Call(spec, q, k, extras, wanted=none)
+    for _, call in calls:  # the same if it serves, and XLA makes its operands once
+        call.rows_that_see = whole.rows_that_see
+    found = run(whole, *operands)
     for flag, way in reversed(ways):
+        # No sum: a kernel that was not wanted has not written its results.
         found = [jnp.where(flag, a, b) for a, b in zip(way(), found, strict=True)]
     return found
 

@@ -590,6 +590,10 @@ def test_blocks_that_are_hidden_are_skipped(rng):
         found = function(q, k, spoilt)
         close(found[:, clean], function(q, k, v)[:, clean])
         assert jnp.isnan(found[:, 48:72]).all()
+    first = jax.jit(
+        functools.partial(attention, lengths=(jnp.asarray([96, 9]), jnp.asarray([48, 5])))
+    )
+    close(first(q, k, spoilt), first(q, k, v))
 
 
 # ---------------------------------------------------------------- on GPUs
@@ -704,6 +708,15 @@ def test_blocks_pay_where_probabilities_are_large(monkeypatch):
     assert blocks_pay(short, short) and blocks_pay(long, long)  # on a CPU
     monkeypatch.setattr(serving, "_capability", lambda: 90)
     assert not blocks_pay(short, short) and blocks_pay(long, long)
+
+
+def test_dropout_of_each_head_takes_cudnn():
+    """The user has a mask of all scores, so there may be others as large."""
+    q, kept = (
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in (((8, 2048, 20, 64), bf16), ((8, 20, 2048, 2048), bool))
+    )
+    assert "cuDNN, twice: dropout" in served_by(q, q, q, dropout_mask=kept, dropout_rate=0.1)
 
 
 @pytest.mark.parametrize("keys", [510, 512])
