@@ -313,6 +313,12 @@ MUTANTS = [
         "tests/layers/test_fp8_cross_entropy.py"
         "::test_a_row_that_does_not_count_may_be_anything[weight-mean]",
     ),
+    Mutant(  # a weight of 0 hides a NaN
+        "layers/cross_entropy/softmax.py",
+        "    return slope / jnp.where(bad, labels <= IGNORED, total)",
+        "    return slope / jnp.where(bad, True, total)",
+        "tests/fuse/test_spoiled_losses.py::test_labels_outside_and_weights[take p-weighted]",
+    ),
     Mutant(
         "layers/cross_entropy/softmax.py",
         "(halves + random.astype(jnp.uint16) >> 8)",
@@ -517,6 +523,24 @@ MUTANTS = [
         "if g.avals[v].dtype.itemsize < 2:",
         "tests/fuse/test_extremes.py::test_one_plus_w_is_added_in_its_dtype",
     ),
+    Mutant(  # words that a mask replaces are read
+        "layers/fuse/losses.py",
+        "        return jnp.where(hidden, 0, kernel)",
+        "        return kernel",
+        "tests/fuse/test_spoiled_losses.py::test_words_that_a_mask_replaces[tail--1000000000.0-mean]",
+    ),
+    Mutant(  # and have a gradient of 0 where it is 0 times NaN
+        "layers/fuse/losses.py",
+        "        y = y + called(_unread,",
+        "        y = y + 0 * called(_unread,",
+        "tests/fuse/test_spoiled_losses.py::test_words_that_a_mask_replaces[tail--1000000000.0-mean]",
+    ),
+    Mutant(  # a label outside has a gradient of NaN
+        "layers/fuse/losses.py",
+        "            if self.outside.startswith(\"all\"):",
+        "            if False:",
+        "tests/fuse/test_spoiled_losses.py::test_labels_outside_and_weights[take p-mean]",
+    ),
     Mutant(  # an argmax without a loss beside it
         "layers/fuse/losses.py",
         "sites = [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]",
@@ -684,8 +708,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/losses.py",
-        "        return jnp.where(self._is_hidden(read, place), self.hidden[1] - less, picked)",
-        "        return picked",
+        "            loss = jnp.where(self._is_hidden(read, place), lse - self.hidden[1], loss)",
+        "            pass",
         "tests/fuse/test_spellings.py::test_spelling[loss: labels that a mask hides, of each row]",
     ),
     Mutant(

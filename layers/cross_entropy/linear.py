@@ -30,7 +30,7 @@ from ..core.sharding import axes_of, whole, without
 from ..dense.matmul import asked, equally_varying, with_main_gradient
 from . import op as ops
 from .op import Spec
-from .softmax import Softmax, of_rows
+from .softmax import IGNORED, UNSELECTED, Softmax, capped, of_rows
 
 _OP = "linear_cross_entropy"
 # softcap · tanh(z / softcap) loses logits of less than softcap · 1e-38, float32's least, and with a
@@ -85,10 +85,11 @@ def linear_cross_entropy(
         vocabulary's padding may be, has no share in the softmax and no gradient, unless a softcap
         bounds its logit; label smoothing makes every loss infinite then.
       weights: `(*rows)` numbers or booleans that multiply each row's loss; None for 1 everywhere.
-        The loss is differentiable in them. A row of weight 0 adds 0 to the loss and its gradients,
-        even where its own loss is infinite or NaN, unless its label is outside the vocabulary.
+        The loss is differentiable in them. They are plain factors: 0 times a loss that is infinite
+        or NaN is NaN, as is its gradient. A row that may be anything is one to `ignore`.
       contract: the axis of the kernel that x's last is summed with.
-      ignore: labels equal to it cost nothing and are not counted; None for none.
+      ignore: labels equal to it cost nothing and are not counted, whatever the rest of their row
+        is: the loss is 0, and so are its gradients; None for none.
       softcap: bounds the logits; None for no bound.
       z_loss: the weight of lse², which keeps the logits from drifting.
       label_smoothing: from 0 to 1, how much of the label's target all words share.
@@ -142,11 +143,63 @@ def linear_cross_entropy(
         listed = ", ".join(map(repr, get_args(Reduction)))
         raise ValueError(f"{_OP}: reduction must be one of {listed}, got {reduction!r}")
     _check_shapes(x, kernel, contract)
-    with_lse = flag(_OP, "with_lse", with_lse)
-    with_entropy = flag(_OP, "with_entropy", with_entropy)
     labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
-    weights = _checked_weights(x, weights)
-    bias = _checked_bias(bias, kernel.shape[1 - contract])
+    return loss_of_rows(
+        x,
+        kernel,
+        labels,
+        mask,
+        bias=_checked_bias(bias, kernel.shape[1 - contract]),
+        weights=_checked_weights(x, weights),
+        contract=contract,
+        ignores=ignore is not None,
+        weighted=ignore is not None or weights is not None,
+        softcap=softcap,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        with_lse=flag(_OP, "with_lse", with_lse),
+        with_entropy=flag(_OP, "with_entropy", with_entropy),
+        dtype=dtype,
+        logits_dtype=logits_dtype,
+        quantization=quantization,
+        chunk_rows=chunk_rows,
+        implementation=implementation,
+    )
+
+
+def loss_of_rows(
+    x: Array,
+    kernel: Array,
+    labels: Array,
+    mask: Array,
+    *,
+    bias: Array | None = None,
+    weights: Array | None = None,
+    contract: int = 0,
+    ignores: bool = False,
+    weighted: bool = False,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    with_lse: bool = False,
+    with_entropy: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    logits_dtype: jax.typing.DTypeLike | None = None,
+    quantization: Quantization = None,
+    chunk_rows: int | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """`linear_cross_entropy`, with operands that are checked.
+
+    Args:
+      labels: `(*rows)` int32; those below 0 are no words (`softmax.UNSELECTED`, `softmax.IGNORED`).
+      mask: `(*rows)` what multiplies each row's loss beside its weight: 0 for a row that does not
+        count, NaN for a wrong label, else 1.
+      ignores: there may be labels that are `IGNORED`.
+      weighted: a row's weight or mask may be 0.
+    """
     smoothing = finite(_OP, "label_smoothing", label_smoothing, least=0.0, most=1.0)
     dtype = floating_dtype(_OP, dtype, x.dtype)
     check_quantization(_OP, quantization, dtype)
@@ -164,7 +217,8 @@ def linear_cross_entropy(
         precision=jax.config.jax_default_matmul_precision,
         chunk=None if chunk_rows is None else integer(_OP, "chunk_rows", chunk_rows, 1),
         bias=None if bias is None else False,
-        unused=ignore is not None or weights is not None,
+        ignores=ignores,
+        weighted=weighted,
         quantized=quantization is not None,
     )
 
@@ -173,7 +227,7 @@ def linear_cross_entropy(
 
     def serve(spec: Spec, order: Order) -> Any:
         operands = _operands(x.astype(dtype), kernel, labels, mask.astype(sums), weights, bias)
-        return _reduced(spec, order, reduction, ignore, with_lse, *operands)
+        return _reduced(spec, order, reduction, with_lse, *operands)
 
     return choose(
         _OP,
@@ -185,7 +239,22 @@ def linear_cross_entropy(
     )
 
 
-def best_words(
+def best_words(x: Array, kernel: Array, **options: Any) -> Array:
+    """Returns argmax_j c_j of each row, `(*rows)` int32, with c as in `linear_cross_entropy`.
+
+    It has no gradient, and computes the logits in chunks by a product of its own.
+    """
+    spec, operands = _of_logits(*jax.lax.stop_gradient((x, kernel)), **options)
+    return ops.argmax(spec, *operands)[0]
+
+
+def all_logits(x: Array, kernel: Array, **options: Any) -> Array:
+    """Returns c as in `linear_cross_entropy`, `(*rows, vocab)`, for few words."""
+    spec, operands = _of_logits(x, kernel, **options)
+    return capped(spec.softmax, ops.logits(spec, *operands))
+
+
+def _of_logits(
     x: Array,
     kernel: Array,
     *,
@@ -193,12 +262,8 @@ def best_words(
     contract: int = 0,
     softcap: float | None = None,
     logits_dtype: Any = None,
-) -> Array:
-    """Returns argmax_j c_j of each row, `(*rows)` int32, with c as in `linear_cross_entropy`.
-
-    It has no gradient, and computes the logits in chunks by a product of its own.
-    """
-    x, kernel, bias = jax.lax.stop_gradient((x, kernel, bias))
+) -> tuple[Spec, list[Array]]:
+    """Returns the spec and the operands of logits alone."""
     dtype = x.dtype.name
     spec = Spec(
         softmax=Softmax(softcap=checked_softcap(_OP, softcap, _LARGE), dtype=dtype),
@@ -208,9 +273,10 @@ def best_words(
         bias=None if bias is None else False,
     )
     rows = jnp.zeros(x.shape[:-1], jnp.int32)
+    bias = None if bias is None else jax.lax.stop_gradient(bias)
     x, _, _, _, *parameters = _operands(x, kernel, rows, rows, None, bias)
     w, more = _as_read(spec, x, *parameters)
-    return ops.argmax(spec, x, w, *more)[0]
+    return spec, [x, w, *more]
 
 
 # ---------------------------------------------------------------- arguments
@@ -243,7 +309,7 @@ def _check_shapes(x: Array, kernel: Array, contract: Any) -> None:
 def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tuple[Array, Array]:
     """Returns the labels as int32, and for each row 1 if it counts, 0 if not, NaN if it is wrong.
 
-    A wrong label is one outside the vocabulary, and becomes -1, as one that is ignored.
+    A wrong label is one outside the vocabulary, and becomes -1; one that is ignored `IGNORED`.
     """
     on_host = all(isinstance(a, np.ndarray | np.generic | int) for a in jax.tree.leaves(labels))
     given = array_of(_OP, "labels", labels)
@@ -272,7 +338,8 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
         ignored = jnp.asarray(host == ignore)  # also one of 64 bits, of which JAX may drop half
     # 0 / 0 where it is wrong: under jax.debug_nans the constant itself would be an error.
     mask = jnp.true_divide(known & ~ignored, known | ignored)
-    return jnp.where(known & ~ignored, given, -1).astype(jnp.int32), mask
+    found = jnp.where(known, given, -1).astype(jnp.int32)
+    return jnp.where(ignored, jnp.int32(IGNORED), found), mask
 
 
 def _checked_weights(x: Array, weights: Any) -> Array | None:
@@ -396,7 +463,6 @@ def _reduced(
     spec: Spec,
     order: Order,
     reduction: str,
-    ignore: int | None,
     with_lse: bool,
     x: Array,
     labels: Array,
@@ -412,11 +478,11 @@ def _reduced(
             scale = 1 / _sum_of_weights(counted)
         else:
             # Without ignored labels the devices need not count them.
-            count = mask.size if ignore is None else jnp.sum(mask != 0)
+            count = jnp.sum(mask != 0) if spec.ignores else mask.size
             scale = 1 / jnp.maximum(count, 1).astype(mask.dtype)
     if reduction == "none" or spec.softmax.entropy:
         lse, cost, *entropy = statistics(Loss(spec, order), x, labels, *parameters)
-        each = factors * _loss(spec, lse, cost, factors)
+        each = factors * _loss(spec, lse, cost, labels)
         loss = each if reduction == "none" else jnp.sum(each) * scale
         results = [loss, *[lse] * with_lse, *entropy]
     else:
@@ -431,15 +497,11 @@ def _sum_of_weights(weights: Array) -> Array:
     return jnp.where(size == 0, 1, total)
 
 
-def _loss(spec: Spec, lse: Array, cost: Array, factors: Array) -> Array:
-    """Returns each row's loss, before its factor; 0 where that is 0 and the loss is not finite."""
-
-    def formula(lse: Array, cost: Array) -> Array:
-        return cost + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else cost
-
+def _loss(spec: Spec, lse: Array, cost: Array, labels: Array) -> Array:
+    """Returns each row's loss, before its factor; 0 where it is not selected."""
     # Its operands are replaced, not its result: 0 times NaN would be NaN in the derivative.
-    unused = (factors == 0) & ~jnp.isfinite(formula(lse, cost))
-    return formula(*(jnp.where(unused, 0, value) for value in (lse, cost)))
+    lse, cost = (jnp.where(labels <= UNSELECTED, 0, value) for value in (lse, cost))
+    return cost + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else cost
 
 
 def define_statistics(loss: Loss, x: Array, labels: Array, *parameters: Array) -> list[Array]:
@@ -456,7 +518,7 @@ def define_reduced(
     A factor is the row's weight, 0 if it is ignored, or NaN if its label is wrong.
     """
     lse, cost = define_statistics(loss, x, labels, *parameters)
-    total = jnp.sum(factors * _loss(loss.spec, lse, cost, factors))
+    total = jnp.sum(factors * _loss(loss.spec, lse, cost, labels))
     return [total * scale, *[lse] * loss.with_lse]
 
 
@@ -497,7 +559,7 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     else:
         found = ops.statistics(spec.spec, *operands, order=spec.order)
     lse, cost = of_rows(*found)
-    each = _loss(spec.spec, lse, cost, factors)
+    each = _loss(spec.spec, lse, cost, labels)
     total = jnp.sum(factors * each)
     results, (_, _, dfactors, dscale, *_) = [total * scale], tangents
     if type(dfactors) is not ad.Zero:

@@ -65,7 +65,8 @@ class Spec:
     chunk: int | None = None  # rows of a chunk; None for the best
     plain: bool = False  # plain HLO rather than the softmax's kernels
     wanted: tuple[bool, bool] = (True, True)  # gradients to compute: of x, of the kernel
-    unused: bool = False  # rows may have weight 0, and then x may be NaN
+    ignores: bool = False  # rows may be ignored, and then x may be NaN
+    weighted: bool = False  # rows may have weight 0, and then no say in scales
     bias: bool | None = None  # True if its gradient is wanted; None without a bias
     groups: int = 0  # leading dimensions of x with a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
@@ -104,7 +105,7 @@ def _gradients(spec: Spec, x: Array, w: Array, g: Array, *factors: Array) -> lis
 
     The factors are the rows' in g, which is zero where all of them are.
     """
-    if spec.unused and spec.wanted[1]:  # 0 times NaN would be NaN
+    if spec.ignores and spec.wanted[1]:  # 0 times NaN would be NaN
         x = jnp.where(softmax.unused(*factors)[..., None] & ~jnp.isfinite(x), 0, x)
     found, summed = [], (g.ndim - 1,)
     if spec.wanted[0]:
@@ -244,7 +245,7 @@ def _gradients_of_codes(
         (dx,) = _multiply(dot, q, kernel, scale.reshape(()), by.reshape(()))
         found.append(dx[:rows])
     if spec.wanted[1]:
-        if spec.unused:
+        if spec.weighted:
             x = jnp.where(softmax.unused(*factors)[..., None], 0, x)  # no say in its scale
         of_x = Codes(FORMAT, False, True, spec.op)
         xt, by = _kernel(spec, quantize_kernel, order, of_x)(_padded(x, 0))
@@ -481,7 +482,7 @@ def _loss_gradients_body(
             found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
             most, total, _ = found
             slope = softmax.along_lse(spec.softmax, softmax.lse_of(most, total), weights)
-            a = softmax.divided(slope, total)
+            a = softmax.divided(slope, total, labels)
             g = _gradient(spec, order)(z, labels, most, a, weights)
         else:
             *g, most, total, picked = _kernel(spec, softmax.both, order)(z, labels, weights)
@@ -640,8 +641,9 @@ def _backward(
     along = [ct for ct in cts[2:] if ct is not None]  # entropies that have a gradient
     of_rows = replace(spec.softmax, entropy=bool(along))
     spec = replace(spec, softmax=of_rows, wanted=(wanted[0], wanted[1]), bias=of_bias)
-    dlse = sum([ct * softmax.divided(spread[0], total) for ct in along], dlse + dcost)
-    factors = [softmax.divided(dlse, total), dcost, *[softmax.divided(c, total) for c in along]]
+    divided = functools.partial(softmax.divided, total=total, labels=labels)
+    dlse = sum([ct * divided(spread[0]) for ct in along], dlse + dcost)
+    factors = [divided(dlse), dcost, *map(divided, along)]
     found = iter(gradients(spec, x, w, labels, most, *factors, *bias, order=order))
     return [next(found) if wants else None for wants in wanted]
 

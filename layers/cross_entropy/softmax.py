@@ -61,6 +61,13 @@ def capped(spec: Softmax, z: Array) -> Array:
     return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
 
 
+UNSELECTED = -(2**29)
+"""The label of a row whose loss a select replaces by 0: its gradient has the factor 0, as any."""
+IGNORED = -(2**30)
+"""The label of a row that costs nothing: its gradient is 0, whatever its logits are. -1 is only no
+word."""
+
+
 def _is_label(z: Array, labels: Array) -> Array:
     """Compares rather than gathers: with a split vocabulary no logits move."""
     return jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == labels[..., None]
@@ -111,7 +118,7 @@ def unused(*factors: Array) -> Array:
 def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[Array]:
     """`(z, labels, weights (*rows)) -> (g, most, sum, picked)`: of Σ weights · (loss + z-loss)."""
     most, total, picked = define_statistics(spec, z, labels)
-    a = divided(along_lse(spec, lse_of(most, total), weights), total)
+    a = divided(along_lse(spec, lse_of(most, total), weights), total, labels)
     (g,) = define_gradient(spec, z, labels, most, a, weights)
     return [g, most, total, picked]
 
@@ -191,10 +198,13 @@ def along_lse(spec: Softmax, lse: Array, weights: Array) -> Array:
     return weights * slope(jnp.where(unused, 0, lse))
 
 
-def divided(slope: Array, total: Array) -> Array:
-    """Returns `define_gradient`'s a of lse's cotangent; 0 where that is 0, whatever the sum is."""
-    unused = (slope == 0) & ~((total > 0) & jnp.isfinite(total))
-    return slope / jnp.where(unused, 1, total)
+def divided(slope: Array, total: Array, labels: Array) -> Array:
+    """Returns `define_gradient`'s a of lse's cotangent, NaN where 0 times the softmax is.
+
+    An ignored row has 0 there.
+    """
+    bad = (slope == 0) & ~((total > 0) & jnp.isfinite(total))
+    return slope / jnp.where(bad, labels <= IGNORED, total)
 
 
 # ---------------------------------------------------------------- CUDA
@@ -283,6 +293,7 @@ def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[A
             "SLICES": chosen.slices,
             "CLUSTER": chosen.slices,
             "MIN_BLOCKS": chosen.min_blocks,
+            "IGNORED": f"({IGNORED})",
         }
         if has_g:
             macros["G_TYPE"] = CUDA_TYPES[spec.dtype]

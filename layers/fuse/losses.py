@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cross_entropy.linear import best_words, linear_cross_entropy, match_spec
+from ..cross_entropy.linear import all_logits, best_words, loss_of_rows, match_spec
 from ..cross_entropy.op import aligned_words
+from ..cross_entropy.softmax import UNSELECTED
 from ..quantization.quantize import fits
 from .attention import MASKED, times
 from .constants import ARITHMETIC
@@ -22,7 +23,7 @@ from .labels import Labels, arrange, atoms, expand, size
 from .products import unfit
 from .program import Program
 from .scores import Operands, ScoreForms
-from .sites import Left, Read, Site, said
+from .sites import Left, Read, Site, called, said
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -40,7 +41,9 @@ class Loss(Site):
       lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
       form: the value's; it has what is summed over, and the weights.
       hidden: the words whose logits a mask replaces, and the number that it writes; None.
-      doubtful: weights beside a mask that may not be finite.
+      explicit: its kernel is on a mesh of Explicit axes.
+      certain: no row's weight is beside a mask and may not be finite, which differs before the mask
+        and after it.
 
     Raises:
       Left: where the value has to stay as it is, with the reason.
@@ -113,8 +116,9 @@ class Loss(Site):
         self.form, self.labels, self.factor = form, labels, factor
         factors = {w.value for w in form.weights if not w.select}
         masked = len(factors) < len(form.weights)
-        self.doubtful = {v for v in factors if masked and not _is_finite(g, v)}
+        self.certain = not masked or all(_is_finite(g, v) for v in factors)
         self.dtype, self.logits_dtype = dtype, jnp.promote_types(logits, dtype)
+        self.explicit = bool(g.avals[found.w[0]].sharding.mesh.explicit_axes)
         self.aval, self.to = g.avals[value], ([*[[a] for a in whole], contract], kernel_to)
         self.quantization = None if why else quantization
         parts = {
@@ -142,8 +146,10 @@ class Loss(Site):
     @property
     def total(self) -> bool:
         """Tells if it is a multiple of the sum of all rows' cross-entropies."""
-        cross = self.lse == -self.pick and self.hidden is None and self.outside != "0"
+        cross = self.lse == -self.pick and self.hidden is None and self.certain
         others = self.sum or self.entropy or self.form.stopped
+        if "drop" in self.outside:  # reads two words of the kernel
+            others = others or self.explicit
         return cross and not others and self.form.summed >= set(self.rows)
 
     def computed(self, read: Read, shared: dict[Any, Any], total: bool) -> Any:
@@ -151,51 +157,15 @@ class Loss(Site):
         place = lambda v, dims: arrange(v, dims, [[a] for a in self.rows])
         factors = [(w, place(read(w.value), w.dims)) for w in self.form.weights]
         if total:
-            kept = [value == w.keep for w, value in factors if w.select]
-            selected = functools.reduce(jnp.logical_and, kept) if kept else None
-            weights = [value for w, value in factors if not w.select]
-            wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
-            weights = functools.reduce(lambda a, b: wide(a) * b, weights) if weights else None
-
-            def whole() -> Any:
-                options = {"reduction": "sum", "weights": weights}
-                y = self.lse * self._call(read, place, selected, **options)
-                if selected is not None:  # no rows have no gradient, also where 0 divides their sum
-                    # Counted in float32, so that devices add it up with the loss, or with a mean's.
-                    count = jnp.sum(selected, dtype=jnp.float32)
-                    y = jnp.where(count > 0, y, jax.lax.stop_gradient(y))
-                return y.astype(self.aval.dtype).reshape(self.aval.shape)
-
-            # Hidden rows differ where a weight is not finite: before the mask, or after it.
-            certain = [jnp.isfinite(value) for w, value in factors if w.value in self.doubtful]
-            if "drop" in self.outside:
-                inside = self._inside(read, place)
-                certain.append(inside if selected is None else inside | ~selected)
-            if not certain:
-                return whole()
-            each = lambda: self.computed(read, {}, False)
-            every = jnp.all(functools.reduce(jnp.logical_and, certain))
-            return jax.lax.cond(every, whole, each)
+            return self._total(read, place, factors)
         if self.labels not in shared:
-            options = {"reduction": "none", "with_lse": True}
-            options["with_entropy"] = bool(shared.get("entropy", self.entropy))
-            shared[self.labels] = self._call(read, place, None, alone=True, **options)
+            entropy = bool(shared.get("entropy", self.entropy))
+            options = {"reduction": "none", "with_lse": True, "with_entropy": entropy}
+            words = None if self.labels is None else self._word_of(read, place)
+            shared[self.labels] = self._call(read, words, **options)
             shared.setdefault(None, shared[self.labels])  # log-sum-exps come with any losses
         loss, lse, *entropy = shared[self.labels]
-        y = self.lse * lse
-        inside = self.labels is None or self._inside(read, place)
-        if self.outside == "all 0":
-            # 0 of a log-sum-exp is 0 where that is NaN, too.
-            outside = -self.sum * self.vocabulary * lse if self.sum else jnp.zeros_like(lse)
-            picked = self._replaced(read, place, lse - loss, 0)
-            y = jnp.where(inside, y + self.pick * picked, outside)
-        elif self.labels is not None:
-            together = self.outside.startswith("all")  # the log-sum-exp's gradient goes with it
-            y = (self.lse + self.pick) * lse if together else y
-            picked = self._replaced(read, place, -loss if together else lse - loss, lse * together)
-            values = {"0": 0, "nan": jnp.nan, "clip": picked, "drop": jax.lax.stop_gradient(picked)}
-            outside = values[self.outside.removeprefix("all ")]
-            y = y + self.pick * jnp.where(inside, picked, outside)
+        y = self._combined(read, place, loss, lse)
         if self.sum:
             y = y + self.sum * self._totals(read)
         if self.entropy:
@@ -203,12 +173,88 @@ class Loss(Site):
             if bias is not None and self.of.softcap is None:  # theirs: 0 times a logit of -inf
                 kept = jnp.where(jnp.any(bias == -jnp.inf), jnp.nan, 1)
             y = y + self.entropy * entropy[0] * kept
+        if self.hidden is not None:
+            x, kernel = self._operands(read)
+            y = y + called(_unread, x, kernel, self.hidden[0], words=int(not self.transposed))
         y = jax.lax.stop_gradient(y) if self.form.stopped else y
         for w, value in factors:
             y = jnp.where(value == w.keep, y, 0) if w.select else y * value
         y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.form.summed])
         left = tuple((a,) for a in self.rows if a not in self.form.summed)
         return arrange(y, left, self.form.dims).astype(self.aval.dtype)
+
+    def _combined(self, read: Read, place: Any, loss: Any, lse: Any) -> Any:
+        """Returns the rows' log-sum-exps and picked logits, lse - loss, times their factors.
+
+        A factor of 0 is left out where log-sum-exps cancel: 0 times infinity is NaN.
+        """
+        times = lambda c, value: c * value if c else jnp.zeros_like(value)
+        if self.labels is None:
+            return times(self.lse, lse)
+        if self.hidden is not None:
+            loss = jnp.where(self._is_hidden(read, place), lse - self.hidden[1], loss)
+        base, alone = times(self.lse + self.pick, lse), times(self.lse, lse)
+        y = base - self.pick * loss
+        match self.outside:
+            case "clip":
+                return y
+            case "all 0":
+                outside = times(-self.sum * self.vocabulary, lse)
+            case "all nan":
+                outside = base + jnp.nan
+            case "all drop":
+                outside = base - self.pick * jax.lax.stop_gradient(loss)
+            case "0":
+                outside = alone
+            case "nan":
+                outside = alone + jnp.nan
+            case _:
+                outside = alone + self.pick * jax.lax.stop_gradient(lse - loss)
+        return jnp.where(self._inside(read, place), y, outside)
+
+    def _total(self, read: Read, place: Any, factors: Any) -> Any:
+        """Returns the sum of all rows' losses, whose gradients are computed with it."""
+        kept = [value == w.keep for w, value in factors if w.select]
+        selected = functools.reduce(jnp.logical_and, kept) if kept else None
+        weights = [value for w, value in factors if not w.select]
+        wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
+        weights = functools.reduce(lambda a, b: wide(a) * b, weights) if weights else None
+        words, counted, late = self._word_of(read, place), selected, None
+        if self.outside not in ("", "clip"):
+            inside = self._inside(read, place)
+            words = jnp.where(inside, words, -1)
+            if self.outside.startswith("all"):  # labels outside have no part in the gradient
+                counted = inside if selected is None else selected & inside
+            if not self.outside.endswith("0"):
+                late = ~inside if selected is None else selected & ~inside
+        if counted is not None:
+            words = jnp.where(counted, words, UNSELECTED)
+        options = {"reduction": "sum", "with_lse": late is not None, "weights": weights}
+        y = self._call(read, words, counted, **options)
+        if late is not None:  # but one in the value
+            more = jax.lax.stop_gradient(self._outside(read, place, y[1]))
+            more = jnp.where(late, more if weights is None else wide(weights) * more, 0)
+            y = y[0] + jnp.sum(more)
+        y = self.lse * y
+        if selected is not None:  # no rows have no gradient, also where 0 divides their sum
+            # Counted in float32, so that devices add it up with the loss, or with a mean's.
+            count = jnp.sum(selected, dtype=jnp.float32)
+            y = jnp.where(count > 0, y, jax.lax.stop_gradient(y))
+        return y.astype(self.aval.dtype).reshape(self.aval.shape)
+
+    def _outside(self, read: Read, place: Any, lse: Any) -> Any:
+        """Returns the part of each row's loss that has no gradient, if its label is outside."""
+        if self.outside.endswith("nan"):
+            return jnp.true_divide(0, self._inside(read, place))  # no constant, for jax.debug_nans
+        # A label is clipped to the first word, or to the last.
+        x, kernel = self._operands(read)
+        axis, step, of_words = int(not self.transposed), self.vocabulary - 1, self._logits(read)
+        ends = jax.lax.slice_in_dim(kernel, 0, None, step, axis)
+        if (bias := of_words["bias"]) is not None:
+            of_words["bias"] = bias[::step]
+        z = all_logits(x, ends, **of_words)
+        picked = jnp.where(self._words(read, place) < 0, z[..., 0], z[..., -1])
+        return lse - picked if self.outside.startswith("all") else -picked
 
     def _words(self, read: Any, place: Any) -> Any:
         """The labels, in a dtype that has -1 and the size of the vocabulary."""
@@ -236,23 +282,27 @@ class Loss(Site):
         hidden = of_words.at[within].get(out_sharding=explicit)
         return hidden if self.outside.endswith(("clip", "drop")) else hidden & (labels == within)
 
-    def _replaced(self, read: Any, place: Any, picked: Any, less: Any) -> Any:
-        """Returns picked elements, with the mask's number where it replaces the label's logit."""
-        if self.hidden is None:
-            return picked
-        return jnp.where(self._is_hidden(read, place), self.hidden[1] - less, picked)
-
     def _bias(self, read: Any) -> Any:
         """Returns what is added to the logits, one number a word; None for nothing."""
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
         added = [(times(read(v), factor, wide), dims) for v, dims, factor in self.of.base.biases]
         for m in self.of.base.masks:
-            # A finite logit whose exponential is 0 beside others
-            least = float(jnp.finfo(self.logits_dtype).min) / 2
-            fill = jnp.asarray(m.fill if m.added else least, wide)
-            added.append((jnp.where(read(m.value) == m.keep, 0, fill), m.dims))
+            if m.added:
+                added.append((jnp.where(read(m.value) == m.keep, 0, wide.type(m.fill)), m.dims))
         of_words = [arrange(x, dims, [self.of.axis]) for x, dims in added]
-        return functools.reduce(lambda a, b: a.astype(wide) + b, of_words) if of_words else None
+        bias = functools.reduce(lambda a, b: a.astype(wide) + b, of_words) if of_words else None
+        if self.hidden is None:
+            return bias
+        # A finite logit whose exponential is 0 beside others
+        least = wide.type(float(jnp.finfo(self.logits_dtype).min) / 2)
+        return jnp.where(self.hidden[0], least, wide.type(0) if bias is None else bias)
+
+    def _seen(self, kernel: Any) -> Any:
+        """Returns the kernel with 0 for words whose logits a mask replaces."""
+        if self.hidden is None:
+            return kernel
+        hidden = np.expand_dims(self.hidden[0], int(self.transposed))
+        return jnp.where(hidden, 0, kernel)
 
     def _operands(self, read: Any) -> tuple[Any, Any]:
         x, kernel = (
@@ -279,39 +329,41 @@ class Loss(Site):
         totals, bias = jnp.sum(x.astype(wide) * words, -1), self._bias(read)
         return totals if bias is None else totals + jnp.sum(bias.astype(wide))
 
-    def _call(
-        self, read: Any, place: Any, selected: Any, alone: bool = False, **options: Any
-    ) -> Any:
+    def _word_of(self, read: Any, place: Any) -> Any:
+        """Returns the word that each label picks, -1 for none."""
+        labels = self._words(read, place)
+        if self.outside.endswith(("clip", "drop")):
+            words = jnp.clip(labels, 0, self.vocabulary - 1)
+        else:
+            words = jnp.where(self._inside(read, place), labels, -1)
+        if self.hidden:  # their cost is added later
+            words = jnp.where(self._is_hidden(read, place), int(np.argmin(self.hidden[0])), words)
+        return words.astype(jnp.int32)
+
+    def _call(self, read: Any, words: Any, selected: Any = None, **options: Any) -> Any:
         x, kernel = self._operands(read)
-        ignore, labels = None, jnp.zeros(x.shape[:-1], jnp.int32)
-        if self.labels is not None:
-            labels = self._words(read, place)
-        if self.outside.endswith(("clip", "drop")) or "nan" in self.outside and alone:
-            labels = jnp.clip(labels, 0, self.vocabulary - 1)
-        elif "0" in self.outside:
-            labels, ignore = jnp.where(self._inside(read, place), labels, -1), -1
-        elif selected is not None:  # -1 is a label outside here, and not ignored
-            labels = jnp.where(labels < 0, self.vocabulary, labels)
-        if self.hidden and self.labels is not None:  # their cost is added later
-            word = int(np.argmin(self.hidden[0]))
-            labels = jnp.where(self._is_hidden(read, place), word, labels)
-        if selected is not None:  # the others cost 0, whatever their labels
-            labels, ignore = jnp.where(selected, labels, -1), -1
-        return linear_cross_entropy(
-            x,
-            kernel,
-            labels,
-            ignore=ignore,
-            quantization=self.quantization,
-            **self._logits(read),
-            **{name: value for name, value in options.items() if value is not None},
-        )
+        if words is None:
+            words = jnp.zeros(x.shape[:-1], jnp.int32)
+        mask = jnp.ones(x.shape[:-1], bool) if selected is None else selected
+        weighted = selected is not None or options.get("weights") is not None
+        given = options | self._logits(read) | {"quantization": self.quantization}
+        return loss_of_rows(x, self._seen(kernel), words, mask, weighted=weighted, **given)
 
     def best(self, read: Read) -> Sequence[Any]:
         """Returns the words of the largest logits, for an accuracy beside a loss."""
-        words = best_words(*self._operands(read), **self._logits(read))
+        x, kernel = self._operands(read)
+        words = best_words(x, self._seen(kernel), **self._logits(read))
         rows = tuple((a,) for a in self.rows)
         return [arrange(words, rows, self.form.dims).astype(self.aval.dtype)]
+
+
+def _unread(x: Any, kernel: Any, hidden: Any, *, words: int) -> Any:
+    """Returns 0 for each row of x, whose gradient is that of logits that a mask replaces.
+
+    That is 0 times the kernel's words and 0 times x: NaN of what is not finite.
+    """
+    read = jnp.sum(jnp.where(jnp.expand_dims(hidden, 1 - words), kernel, 0) * 0, words)
+    return jnp.where(False, jnp.sum(x * read.astype(x.dtype), -1), 0).astype(jnp.float32)
 
 
 def _together(losses: Sequence[Loss], read: Read) -> Sequence[Any]:

@@ -12,7 +12,8 @@
 //                                                       operand
 //   weight             (rows,)           COMPUTE_TYPE   if STATISTICS and GRADIENT: then
 //                                                       b = weight, and with lse = most + log sum
-//                                                       a = weight · (1 + 2 · z_loss · lse) / sum
+//                                                       a = weight · (1 + 2 · z_loss · lse) / sum,
+//                                                       0 where label <= IGNORED and weight is 0
 //   a, b               (rows,)           COMPUTE_TYPE   if GRADIENT alone
 //
 // A row is one block's, or one cluster's, which has BATCH of its CHUNKS vectors in registers at a
@@ -154,7 +155,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if GRADIENT
 #if STATISTICS
     const Compute b = weights[row], lse = most + log(sum.sum);
-    const Compute a = b == 0 ? 0 : b * (1 + 2 * z_loss * lse) / sum.sum;
+    const bool is_finite = sum.sum > 0 && sum.sum - sum.sum == 0;
+    const bool is_zero = b == 0 && (is_finite || label <= IGNORED);  // else 0 · NaN
+    const Compute a = is_zero ? 0 : b * (1 + 2 * z_loss * lse) / sum.sum;
 #else
     const Compute a = as[row], b = bs[row];
 #endif
