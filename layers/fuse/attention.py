@@ -135,14 +135,32 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         return [times(y, factor).astype(g.avals[value].dtype)]
 
     reads = [u for u, *_ in (*operands, *seen.biases, *seen.kept)] + [m.value for m in seen.masks]
+    types = {u: jax.ShapeDtypeStruct(g.avals[u].shape, g.avals[u].dtype) for u in reads}
+    given = jax.eval_shape(lambda given: seen.arrays(given.__getitem__), types)
+    shapes = [tuple(map(size, to)) for _, _, to in operands]
+    kernel = _kernel((*shapes[:2], dtype), tuple(sorted(given.items())), tuple(options.items()))
     return Site(
         outs=(value,),
         reads=tuple(dict.fromkeys(reads)),
         dead=(base.dot.outs[0],),
         what=f"attention {size(batch)} x {lengths}, {count} heads of {size(width)}, {dtype.name}",
-        served=f"attention: {said(parts) or 'no mask'}",
+        served=f"attention: {'; '.join(filter(None, (said(parts), kernel)))}",
         compute=compute,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(qk: Any, given: Any, options: Any) -> str:
+    """Returns the words of what computes an attention; raises Left where it would be slower."""
+    from ..attention import blocks_pay, served_by
+
+    *shapes, dtype = qk
+    q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    others = {n: x for n, x in options if n not in ("rows", "infinite")}
+    kernel = served_by(q, k, k, **dict(given), **others)
+    if kernel.startswith("blocks") and not blocks_pay(q, k):
+        raise Left(f"it is slower in {kernel}")
+    return kernel
 
 
 def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):

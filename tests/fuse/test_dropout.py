@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 from fuse_cases import Fused, domain, draw
 
+from normfuse.layers.fuse import attention as fused_attention
+
 B, T, H, D = 2, 16, 2, 8
 E, F = H * D, 32
 
@@ -224,6 +226,21 @@ def test_the_factor_is_the_programs(dtype):
         found = fused(x, x, one, jnp.ones((B, H, T, T), bool))
         rounding = 1e-15 if dtype == jnp.float64 else 0
         np.testing.assert_allclose(np.float64(found), float(factor), rounding)
+
+
+@pytest.mark.parametrize("width, length, served", [(60, 16, ""), (60, 4096, "blocks: heads of 60")])
+def test_blocks_that_would_be_slower_on_a_gpu_serve_nothing(width, length, served, monkeypatch):
+    """Where cuDNN cannot serve and the scores take little memory, your own code is faster."""
+    monkeypatch.setattr("normfuse.layers.attention.serving._capability", lambda: 90)
+    fused_attention._kernel.cache_clear()
+    fused = Fused(fuse_cases.attend(), serves=False)
+    jax.eval_shape(fused, *[jax.ShapeDtypeStruct((4, length, width), jnp.bfloat16)] * 3)
+    fused_attention._kernel.cache_clear()
+    (row,) = fused.rows
+    if served:
+        assert row.served == f"attention: {served}"
+    else:
+        assert row.reason == "it is slower in blocks: heads of 60"
 
 
 def test_a_router_has_no_row():
