@@ -633,6 +633,12 @@ MUTANTS = [
         'options["dropout_rate"] = 0.0',
         "tests/fuse/test_dropout.py::test_a_factor_of_two_values_is_dropout[one mask]",
     ),
+    Mutant(  # a branch in the place of an attention without keys
+        "layers/fuse/attention.py",
+        "y = jnp.where(some, y, jax.checkpoint(rest)(q, k, v, every))",
+        "y = lax.cond(jnp.all(some), lambda: y, lambda: jnp.where(some, y, rest(q, k, v, every)))",
+        "tests/compiled/test_conditionals_gpu.py::test_no_mask_makes_the_host_wait[1-None-False]",
+    ),
     Mutant(  # scores that a number has rounded away have no gradient
         "layers/fuse/attention.py",
         "jnp.where(where, tangents[0] / FAINT, tangents[0])",
