@@ -80,10 +80,26 @@ def squares(lines):
 
 
 def test_the_backward_makes_the_masks_of_dropout_again():
-    """Its two kernels read kept and dropped keys, with the mask and without; nothing is kept."""
-    lines = compiled("dropout, padding").splitlines()
-    forward = 3  # the mask; what is kept, with the mask and without
-    assert len(squares(lines)) == forward + 4
+    """A layer keeps some arrays like q, and none of 16 bits of all scores."""
+    batch, length, heads = 16, 1024, 4
+    mesh = gpu_compiler.mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    def memory(layers):
+        def loss(x, kept, mask):
+            for i in range(layers):
+                options = {"mask": mask, "dropout_mask": kept[i], "dropout_rate": 0.1}
+                x = x + attention(x * 2, x * 3, jnp.sin(x), **options)
+            return jnp.sum(x.astype(jnp.float32) ** 2)
+
+        x = of(jnp.bfloat16, batch, length, heads, 64)
+        masks = of(bool, layers, length, length), of(bool, batch, 1, 1, length)
+        with described_cudnn(91_000):
+            program = gpu_compiler.compile(jax.jit(jax.grad(loss)), x, *masks)
+        return program.memory_analysis().temp_size_in_bytes
+
+    like_q, scores = 2 * batch * length * heads * 64, 2 * batch * length * length
+    assert memory(4) - memory(2) < 2 * (5 * like_q + scores / 2)
 
 
 @pytest.mark.parametrize(
