@@ -1,18 +1,21 @@
 """Gradients summed over microbatches, without rounding, in the GEMMs that compute them."""
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Trace, Tracer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..native import jax_private
 from ..native.dtypes import NARROW
-from ..native.jaxpr import JIT, REMAT, evaluate, results_of
+from ..native.jaxpr import JIT, REMAT, evaluate, inner, results_of
 from .dense.matmul import kernel_p
 
 _OP = "accumulate_gradients"
@@ -36,8 +39,9 @@ def accumulate_gradients(
     GPUs XLA makes the sum part of that GEMM (beta = 1), which updates the main gradient in place,
     without another array of a parameter's size. This is Megatron's gradient accumulation fusion,
     by differentiation alone: tied weights, remat, scans over layers and any framework's modules
-    work as under `jax.grad`. Where a kernel cannot be followed to its layer (through a `cond`) or
-    `loss_fn` differentiates the layer itself, the ordinary gradient is added to the sum.
+    work as under `jax.grad`. Where a kernel cannot be followed to its layer (through a `cond`, or
+    where a `custom_vjp` closes over values of the loss) or `loss_fn` differentiates the layer
+    itself, the ordinary gradient is added to the sum.
 
     Args:
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
@@ -156,6 +160,8 @@ def _gradient(
 
     def linked_loss(floating: list[Array], zeros: list[Any], batch: Any) -> tuple[Array, Any]:
         program, shape = jax.make_jaxpr(loss, return_shape=True)(floating, batch)
+        if _close_over_tracers(_functions(program.jaxpr)):
+            return loss(floating, batch)  # these have died with the trace
         linked = [a if z is None else _Kernel(a, z) for a, z in zip(floating, zeros)]
         results = _plain(evaluate(program, [*linked, *jax.tree.leaves(batch)], _step))
         return jax.tree.unflatten(jax.tree.structure(shape), map(jnp.asarray, results))
@@ -166,6 +172,28 @@ def _gradient(
         return value, aux, [g if m is None else g.astype(m.dtype) + m for g, m in zip(own, mains)]
 
     return gradient
+
+
+def _functions(jaxpr: Any) -> Iterator[Any]:
+    """Yields what the derivatives of a user's own in a program are made of."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            yield from (value for value in eqn.params.values() if not hasattr(value, "jaxpr"))
+        for body in inner(eqn):
+            yield from _functions(body)
+
+
+def _close_over_tracers(functions: Iterator[Any]) -> bool:
+    stack, seen = [*functions], set()
+    for part in stack:  # all that they hold, but for what modules and traces hold
+        is_global = isinstance(part, dict) and "__builtins__" in part
+        if id(part) not in seen and not is_global and not isinstance(part, _APART):
+            seen.add(id(part))
+            stack += gc.get_referents(part)
+    return any(isinstance(part, Tracer) for part in stack)
+
+
+_APART = ModuleType, type, Trace
 
 
 def _specs_of(specs: Any, structure: Any) -> list[P | None]:

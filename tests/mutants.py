@@ -236,8 +236,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/dense/matmul.py",
-        "written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums",
-        "written = x.dtype",
+        "cast = lambda x, dy: plain(x.astype(sums), dy.astype(sums))",
+        "cast = lambda x, dy: plain(x, dy).astype(sums)",
         "tests/layers/test_dense.py"
         "::test_parameter_gradients_are_not_rounded_to_the_compute_dtype[float32-bfloat16]",
     ),
@@ -413,12 +413,31 @@ MUTANTS = [
         "info.smallest_normal",
         "tests/layers/test_strict.py::test_every_op_under_strict_settings[rms_norm before]",
     ),
+    Mutant(  # of symbolic rows the last chunk alone
+        "layers/cross_entropy/op.py",
+        "lax.fori_loop(0, jnp.asarray(rows // size), following, carry)",
+        "lax.fori_loop(0, 0 * jnp.asarray(rows // size), following, carry)",
+        "tests/layers/test_symbolic.py::test_export_with_symbolic_dimensions[loss, in chunks]",
+    ),
     # ---------------------------------------------------------------- layers: accumulation
     Mutant(
         "layers/dense/matmul.py",
         "return (None, dmain) if moves(dmain) else (dkernel, None)",
         "return (dkernel, dmain) if moves(dmain) else (dkernel, None)",
         "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
+    ),
+    Mutant(  # XLA's CPU has no such product in the layouts of ensembles
+        "layers/dense/matmul.py",
+        "platform_dependent(x, dy, cpu=cast, default=wide)",
+        "platform_dependent(x, dy, default=wide)",
+        "tests/layers/test_dense_in_contexts.py::test_gradients_of_nested_batches_in_bfloat16",
+    ),
+    Mutant(
+        "layers/accumulate.py",
+        "return any(isinstance(part, Tracer) for part in stack)",
+        "return False",
+        "tests/layers/test_accumulate.py"
+        "::test_own_derivatives_that_close_over_values_of_the_loss[jit-custom_vjp]",
     ),
     Mutant(
         "layers/accumulate.py",

@@ -209,7 +209,7 @@ def loss_of_rows(
             z_loss=finite(_OP, "z_loss", z_loss, least=0.0, most=_LARGE),
             dtype=dtype,
             smoothing=smoothing,
-            share=smoothing / kernel.shape[1 - contract],
+            share=smoothing / kernel.shape[1 - contract] if smoothing else 0.0,
             entropy=with_entropy,
         ),
         contract=contract,
@@ -326,8 +326,9 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
     ignore = None if ignore is None else integer(_OP, "ignore", ignore)
     is_label = ignore is not None and info.min <= ignore <= info.max
     ignored = given == ignore if is_label else jnp.zeros(given.shape, bool)
-    known = (given >= 0) & (given <= min(vocabulary - 1, info.max))
-    if on_host:
+    sized = isinstance(vocabulary, int)  # or symbolic
+    known = (given >= 0) & (given <= (min(vocabulary - 1, info.max) if sized else vocabulary - 1))
+    if on_host and sized:
         host = np.asarray(labels)
         wrong = host[((host < 0) | (host >= vocabulary)) & (host != ignore)]
         if wrong.size:

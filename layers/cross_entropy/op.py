@@ -52,6 +52,7 @@ CODED_CHUNK_BYTES = 7 * 2**27
 _MULTIPLE = 128  # rows of a GEMM's tile
 _LAST = 2**31 - 1  # no word
 _FEW_WORDS = 1024  # fewer are not worth a copy of the kernel
+_SYMBOLIC_WORDS = 1 << 17  # a vocabulary's whose size is not known yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +80,17 @@ class Spec:
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int, bytes: int = CHUNK_BYTES) -> int:
-    """Returns the rows of a chunk of so many bytes: as equal as multiples of 128 allow."""
+    """Returns the rows of a chunk of so many bytes: as equal as multiples of 128 allow.
+
+    Of symbolic sizes, which are known when the program runs, it is a number all the same.
+    """
+    vocabulary = vocabulary if isinstance(vocabulary, int) else _SYMBOLIC_WORDS
     most = max(bytes // max(vocabulary * itemsize, 1), 1)
+    unit = min(_MULTIPLE, most)
+    if not isinstance(rows, int):
+        return most // unit * unit
     if rows <= most:
         return rows
-    unit = min(_MULTIPLE, most)
     chunks = -(-rows // (most // unit * unit))
     return -(-rows // (chunks * unit)) * unit
 
@@ -297,7 +304,7 @@ def aligned_words(words: int, softcap: float | None, smoothing: float = 0.0) -> 
     Products of other sizes are slower, and in FP8 there are none. Words that no row has are kept
     out by a bias of -inf, which a soft cap would bring back, and label smoothing adds to the loss.
     """
-    few = words < _FEW_WORDS
+    few = not isinstance(words, int) or words < _FEW_WORDS
     return words if few or softcap is not None or smoothing else -(-words // MULTIPLE) * MULTIPLE
 
 
@@ -335,12 +342,16 @@ def _in_chunks(
     """
     rows = arrays[0].shape[0]
     # The remainder comes first: sums begin with it, rather than with zeros to be written and read.
-    first = rows % size or size
+    first = rows % size or size if isinstance(rows, int) else rows % size
     take = lambda start, count: [lax.dynamic_slice_in_dim(a, start, count) for a in arrays]
-    results, sums = chunk(None, *take(0, first))
-    if first == rows:
-        return [*results, *sums]
     put = lambda into, part, start: lax.dynamic_update_slice_in_dim(into, part, start, 0)
+    if not isinstance(rows, int):  # symbolic: nobody knows yet that a slice is no larger
+        at = lambda start, count: start + jnp.arange(count)
+        take = lambda start, count: [jnp.take(a, at(start, count), 0, mode="clip") for a in arrays]
+        put = lambda into, part, start: into.at[at(start, part.shape[0])].set(part, mode="drop")
+    results, sums = chunk(None, *take(0, first))
+    if isinstance(rows, int) and first == rows:
+        return [*results, *sums]
     every = [put(jnp.zeros((rows, *r.shape[1:]), r.dtype), r, 0) for r in results]
 
     def step(carry: Any, start: Array) -> tuple[Any, None]:
@@ -348,8 +359,12 @@ def _in_chunks(
         results, sums = chunk(_bits("float", sums), *take(start, size))
         return ([put(e, r, start) for e, r in zip(every, results)], _bits("int", sums)), None
 
-    starts = first + size * jnp.arange((rows - first) // size)
-    (every, sums), _ = lax.scan(step, (every, _bits("int", sums)), starts)
+    carry = every, _bits("int", sums)
+    if isinstance(rows, int):
+        (every, sums), _ = lax.scan(step, carry, first + size * jnp.arange((rows - first) // size))
+    else:  # a scan has a step at least
+        following = lambda i, carry: step(carry, first + size * i)[0]
+        every, sums = lax.fori_loop(0, jnp.asarray(rows // size), following, carry)
     return [*every, *_bits("float", sums)]
 
 
@@ -358,7 +373,7 @@ def _size(spec: Spec, x: Array, w: Array, more: int = 0) -> int:
     bytes = (CODED_CHUNK_BYTES if codes else CHUNK_BYTES) + more
     itemsize += codes.has_q + codes.has_qt if codes else 0
     best = chunk_rows(rows, w.shape[1 - spec.contract], itemsize, bytes)
-    return min(rows, spec.chunk or best)
+    return min(rows, spec.chunk or best) if isinstance(rows, int) else spec.chunk or best
 
 
 def _parts(spec: Spec, split: Split, lead: int, x: Array, w: Array) -> tuple[Spec, int]:

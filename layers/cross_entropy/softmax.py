@@ -146,7 +146,7 @@ def _seeds(labels: Array, most: Array, a: Array) -> Array:
 
     a changes with all logits of the row, so that another step has other bits.
     """
-    seeds = jax.lax.iota(jnp.uint32, len(labels))
+    seeds = jax.lax.iota(jnp.uint32, labels.shape[0])
     for numbers in labels, most.astype(jnp.float32), a.astype(jnp.float32):
         seeds = _mixed(seeds ^ jax.lax.bitcast_convert_type(numbers, jnp.uint32))
     return seeds

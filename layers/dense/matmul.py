@@ -261,9 +261,14 @@ class _MatMul(Function):
     def _kernel_gradient(self, x: Array, dy: Array, kernel: Any) -> Array:
         """Returns that of the kernel, given by its type: the GEMM's output, if in float32."""
         one, sums = self.product, compute_dtype(x.dtype)
-        written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums
-        labels, options = f"{one.x},{one.out}->{one.kernel}", {"preferred_element_type": written}
-        return self._product(labels, x, dy, explicit(kernel), **options).astype(kernel.dtype)
+        labels = f"{one.x},{one.out}->{one.kernel}"
+        plain = functools.partial(self._product, labels, sharding=explicit(kernel))
+        if kernel.dtype == x.dtype or sums == x.dtype:
+            return plain(x, dy).astype(kernel.dtype)
+        # XLA on CPUs casts the operands, which is exact, but not in all layouts of batches.
+        cast = lambda x, dy: plain(x.astype(sums), dy.astype(sums))
+        wide = functools.partial(plain, preferred_element_type=sums)
+        return lax.platform_dependent(x, dy, cpu=cast, default=wide).astype(kernel.dtype)
 
     def rows(self, kept: Any) -> Any:
         """The arguments have them, and so has the left operand."""

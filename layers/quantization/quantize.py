@@ -285,7 +285,7 @@ MULTIPLE = 16  # cuBLASLt's FP8 products need multiples of it in every dimension
 
 def fits(*dimensions: int) -> bool:
     """Returns whether the product of matrices with these dimensions can run in FP8."""
-    return all(size > 0 and size % MULTIPLE == 0 for size in dimensions)
+    return all(isinstance(n, int) and n > 0 and n % MULTIPLE == 0 for n in dimensions)
 
 
 def no_second_derivative(primals: Any, tangents: Any, *, spec: Any, order: Any) -> Any:

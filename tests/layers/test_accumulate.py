@@ -227,6 +227,37 @@ def test_a_custom_vjp_has_the_cotangent_of_each_microbatchs_own_loss():
 # ---------------------------------------------------------------- frameworks
 
 
+def around_batches(kind):
+    """A loss whose own derivative closes over a value of its batch."""
+
+    def loss(kernel, x):
+        total = jnp.tanh(x.sum())
+        scaled = {"custom_vjp": jax.custom_vjp, "custom_jvp": jax.custom_jvp}.get(kind)
+        scaled = scaled(lambda y: y * total) if scaled else None
+        if kind == "custom_vjp":
+            scaled.defvjp(lambda y: (y * total, None), lambda _, dy: (dy * total * 2,))
+        elif kind == "custom_jvp":
+            scaled.defjvp(lambda y, dy: (y[0] * total, dy[0] * total * 2))
+        else:
+            scaled = jax.custom_gradient(lambda y: (y * total, lambda dy: dy * total * 2))
+        return jax.nn.relu(scaled(dense(x, kernel))).astype(f32).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp", "custom_gradient"])
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_own_derivatives_that_close_over_values_of_the_loss(kind, within, rng):
+    loss = around_batches(kind)
+    kernel, xs = (jnp.asarray(rng.standard_normal(n), bf16) for n in ((5, 6), (3, 4, 5)))
+    value, gradient = within(lambda *args: accumulate_gradients(loss, *args))(kernel, xs)
+    each = [jax.value_and_grad(loss)(kernel, x) for x in xs]
+    assert gradient.dtype == f32
+    want = np.mean([np.float64(g) for _, g in each], 0)  # bfloat16 sums of few products
+    np.testing.assert_allclose(gradient, want, rtol=0, atol=2.0**-7 * np.abs(want).max())
+    np.testing.assert_allclose(value, np.mean([v for v, _ in each]), rtol=2.0**-7)
+
+
 def nnx_with_state():
     """Its split model, as the guide has it."""
     rngs = nnx.Rngs(0)

@@ -4,6 +4,7 @@ In each context a layer has the values and gradients that it has by itself.
 """
 
 import functools
+import re
 
 import hlo
 import jax
@@ -11,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from combinations import half
+from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import dense, gated_dense, gated_product
+from normfuse import accumulate_gradients, dense, gated_dense, gated_product
+from normfuse.layers import linen
+from normfuse.layers import nnx as nnx_layers
 from normfuse.layers.dense import gated
 from normfuse.layers.dense.fp8 import products_saveable
 from normfuse.layers.quantization import kernel_codes_saveable
@@ -176,6 +180,66 @@ def test_gradients_of_each_example(name):
     ys, gradients = zip(*[run([args[0], *(a * f for a in args[1:])], dy) for f in factors])
     dx, *rest = [jnp.stack(each) for each in zip(*gradients)]
     check(name, found, (jnp.stack(ys), [dx.sum(0), *rest]))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_ensembles_in_bfloat16(name, rng):
+    """Float32 gradients of float32 kernels, whichever operands have a batch dimension, on CPUs too,
+    where XLA lacks some products of bfloat16 that are float32."""
+    args, dy = draw(rng, name, bf16, f32)
+    args, dy = [args[0][:, 0], *args[1:]], dy[:, 0]  # x of two dimensions: one product for all
+    loss = lambda *args: jnp.sum((OPS[name](*args).astype(f32) - dy) ** 2)
+    run = jax.grad(loss, (*range(len(args)),))
+    stacks = [jnp.stack([a, a * 0.5]) for a in args]
+    for first in (0, None):
+        axes = (first, *[None if first == 0 else 0] * (len(args) - 1))
+        pick = lambda axis, a, stack: a if axis is None else stack
+        given = [*map(pick, axes, args, stacks)]
+        each = [[a if axis is None else a[i] for axis, a in zip(axes, given)] for i in (0, 1)]
+        for compiled in (jax.jit, lambda f: f):
+            found = compiled(jax.vmap(run, axes))(*given)
+            want = [jnp.stack(pair) for pair in zip(*(run(*one) for one in each))]
+            assert found[1].dtype == f32
+            for a, b in zip(found, want, strict=True):  # bfloat16 values, rounded in another order
+                a, b = (np.asarray(v, np.float64) for v in (a, b))
+                assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
+    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"dot_general .*bf16>, .*bf16>\) -> tensor<\w*xf32>", text), "one GEMM"
+
+
+def test_gradients_of_nested_batches_in_bfloat16(rng):
+    """Of all of x's for each gradient of the results: a batch dimension that one operand has."""
+    draw = lambda *shape: jnp.asarray(rng.integers(-3, 4, shape), bf16)
+    kernel, x, dy = draw(5, 6).astype(f32), draw(2, 3, 4, 5), draw(3, 4, 6)
+    one = lambda x, dy: jax.vjp(lambda k: dense(x, k, dtype=bf16), kernel)[1](dy)[0]
+    got = jax.jit(jax.vmap(jax.vmap(one), (0, None)))(x, dy)
+    assert got.dtype == f32
+    np.testing.assert_array_equal(got, np.einsum("CBab,Bac->CBbc", *map(np.float32, (x, dy))))
+
+
+LINEAR = nnx_layers.Linear(8, 4, dtype=bf16, rngs=nnx.Rngs(0))
+OF_MODULES = {
+    "nnx": lambda k, x: nnx.merge(nnx.graphdef(LINEAR), {"kernel": k, "bias": jnp.zeros(4)})(x),
+    "linen": lambda k, x: linen.Dense(4, use_bias=False, dtype=bf16).apply(
+        {"params": {"kernel": k}}, x
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", OF_MODULES)
+def test_ensembles_of_modules_and_second_derivatives_in_bfloat16(framework, rng):
+    """Each beside the same in float32: bfloat16 rounds x, kernels, results and their gradients."""
+    kernels, x = jnp.asarray(rng.standard_normal((3, 8, 4)), f32), jnp.ones((2, 8))
+    ours = lambda k, x: jnp.sum(OF_MODULES[framework](k, x).astype(f32) ** 2)
+    plain = lambda k, x: jnp.sum((x @ k) ** 2)
+    for of in (
+        lambda loss: jax.vmap(jax.grad(loss), (0, None)),
+        lambda loss: jax.vmap(jax.hessian(loss), (0, None)),
+        lambda loss: jax.vmap(lambda k, x: accumulate_gradients(loss, k, x[None])[1], (0, None)),
+    ):
+        got, want = (jax.jit(of(loss))(kernels, x) for loss in (ours, plain))
+        assert got.dtype == f32
+        assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("name", OPS)
