@@ -388,6 +388,26 @@ MUTANTS = [
         "tests/layers/test_attention_op.py::test_the_gradient_of_a_bias_is_added_up",
     ),
     # ---------------------------------------------------------------- layers: element-wise
+    Mutant(  # both branches
+        "layers/elementwise/lexer.py",
+        "conditions.append((is_met and not taken, taken))",
+        "conditions.append((is_met, taken))",
+        "tests/native/test_elementwise_signature.py"
+        "::test_the_last_function_of_hostile_text[if 1 else]",
+    ),
+    Mutant(
+        "layers/elementwise/lexer.py",
+        "    if depth:\n        raise",
+        "    if False:\n        raise",
+        "tests/native/test_elementwise_signature.py"
+        "::test_text_whose_last_function_nobody_can_tell[missing }]",
+    ),
+    Mutant(
+        "layers/elementwise/lexer.py",
+        "while code != before:",
+        "while False:",
+        "tests/native/test_elementwise_signature.py::test_derivatives_that_are_statements",
+    ),
     Mutant(
         "layers/elementwise/op.py",
         "vector = math.gcd(vector, sizes[-1])",
@@ -556,7 +576,7 @@ MUTANTS = [
     ),
     Mutant(  # a label outside has a gradient of NaN
         "layers/fuse/losses.py",
-        "            if self.outside.startswith(\"all\"):",
+        '            if self.outside.startswith("all"):',
         "            if False:",
         "tests/fuse/test_spoiled_losses.py::test_labels_outside_and_weights[take p-mean]",
     ),

@@ -12,6 +12,7 @@ from .signature import resolve
 
 DTYPES = tuple(VALUE_TYPES)
 THREADS = 256
+_BUILT_IN = re.compile(r"<(?:c(?:math|stdio|stdlib|string)|(?:math|stdio|stdlib|string)\.h)>")
 Pairs = tuple[tuple[str, str], ...]
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(<[\w./]+>)", re.MULTILINE)
 
@@ -146,6 +147,8 @@ extern "C" __global__ void __launch_bounds__({THREADS})
 }}
 """
     headers = tuple((h, kernel_source(h).text) for h in ("elementwise.cuh", "machine.cuh"))
+    # NVRTC has their functions, and no such files.
+    headers += tuple((h[1:-1], "") for h in _included(function) if _BUILT_IN.fullmatch(h))
     options = ("--device-as-default-execution-space", "--disable-warnings")
     return Source(name, text, headers, options)
 
@@ -172,8 +175,7 @@ def host_source(function: Function, layout: Layout) -> str:
 
     place = lambda k: f"place<{masks[k]}u, {layout.dimensions}>(at, sizes)"
     # The user's text lies in a namespace, where headers must not be read.
-    headers = dict.fromkeys(h for _, piece in function.pieces for h in _INCLUDE.findall(piece))
-    included = _each(headers, lambda h: f"#if __has_include({h})\n#include {h}\n#endif")
+    included = _each(_included(function), lambda h: f"#if __has_include({h})\n#include {h}\n#endif")
     return f"""{kernel_text("elementwise_host.hpp")}
 {included}
 {_prelude(function, layout, "inline __attribute__((always_inline))")}
@@ -208,6 +210,10 @@ def _arrays(
     return [types[dtype] for dtype in layout.stored], values, masks
 
 
+def _included(function: Function) -> dict[str, None]:
+    return dict.fromkeys(h for _, piece in function.pieces for h in _INCLUDE.findall(piece))
+
+
 def _each(each: Iterable[Any], line: Callable[[Any], str]) -> str:
     return "\n".join(map(line, each))
 
@@ -229,7 +235,8 @@ def _apply(stored: Sequence[str], values: Sequence[str], operands: Sequence[str]
 
 def _prelude(function: Function, layout: Layout, specifiers: str) -> str:
     """The user's text, and `apply` on values of the types at hand."""
-    pieces = [f'#line 1 "{file}"\n' + text.rstrip("\n") for file, text in function.pieces]
+    # An empty line each, for a backslash at the end to continue.
+    pieces = [f'#line 1 "{file}"\n{text}\n' for file, text in function.pieces]
     parameters = [f"const {layout.value(t)} {v}" for t, v in function.operands]
     parameters += [f"{layout.value(t)}& {v}" for t, v in function.results]
     pieces.append('#line 1 "<normfuse>"')

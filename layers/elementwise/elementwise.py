@@ -13,6 +13,7 @@ from ...native.implementation import BEST, Implementation, Order
 from ..core.arguments import array_of, choose, requested
 from .code import DTYPES, Pairs
 from .function import Plain, Primal, Slope, called, key_of
+from .lexer import last_heads, normal, returns
 from .op import Loop, by_jax, call, compute_dtype
 from .signature import Signature, check_self_contained, find, resolve
 
@@ -104,7 +105,7 @@ class Elementwise:
         self.source, self.scalars, self._implementation = source, scalars, implementation
         self._signature = signature = find(source, name)
         self.name = self.__name__ = signature.name
-        self._function = build(signature, source, scalars, derivative, definition)
+        self._function = build(signature, normal(source), scalars, derivative, definition)
         self.inputs = tuple(name for name in self._signature.parameters if name not in scalars)
         self._dtype = self._stated(dtype)
         self.__doc__ = f"{self.name}({', '.join(self._signature.parameters)}), in C++."
@@ -266,7 +267,7 @@ def build(
     plain = definition and _positional(definition, signature, scalars)
     differentiable, partials = None, ()
     if isinstance(derivative, Mapping):
-        partials = tuple(_partials(signature, source, derivative))
+        partials = tuple(_partials(signature, derivative))
     elif derivative is None:
         differentiable = plain
     elif callable(derivative):
@@ -308,9 +309,7 @@ def _check_parameters(signature: Signature, scalars: Collection[str]) -> None:
             raise ValueError(f"{where}: no input has type {type_}, so what it is does not follow")
 
 
-def _partials(
-    signature: Signature, source: str, derivative: Mapping[str, Any]
-) -> Iterator[tuple[int, Slope]]:
+def _partials(signature: Signature, derivative: Mapping[str, Any]) -> Iterator[tuple[int, Slope]]:
     """Yields (operand, its derivative) as `Primal.partials` has them."""
     names = list(signature.parameters)
     for name, given in derivative.items():
@@ -318,10 +317,10 @@ def _partials(
             raise ValueError(
                 f"{signature.name}: derivative has {name!r}, which is no parameter of {signature}"
             )
-        yield names.index(name), _slope(signature, source, name, given)
+        yield names.index(name), _slope(signature, name, given)
 
 
-def _slope(signature: Signature, source: str, name: str, given: Any) -> Slope:
+def _slope(signature: Signature, name: str, given: Any) -> Slope:
     """Returns the derivative with respect to the parameter called `name`."""
     where = f"{signature.name}: derivative[{name!r}]"
     if not isinstance(given, str):
@@ -330,13 +329,13 @@ def _slope(signature: Signature, source: str, name: str, given: Any) -> Slope:
             "derivative=, the whole function in plain JAX"
         )
     check_self_contained(where, given)
+    last_heads(where, given := normal(given))
     slope = f"{signature.name}_d_{name}"
     takes = ", ".join(f"{type_} {one}" for one, type_ in signature.parameters.items())
     types = ", ".join(f"class {t}" for t in signature.template)
     head = f"template <{types}> " * bool(types) + f"{signature.result} {slope}({takes}) {{"
-    before, after = ([], "}") if "return" in given else ([("<normfuse>", "return")], ";}")
+    before, after = ([], "}") if returns(given) else ([("<normfuse>", "return")], ";}")
     pieces = (
-        (f"<elementwise {signature.name}>", source),
         ("<normfuse>", head),
         *before,
         (f"<derivative of {signature.name} with respect to {name}>", given),

@@ -61,7 +61,7 @@ class Primal(Function):
         base, is_gradient = len(self.operands), kind == "gradient"
         of_moving, of_result = [self.operands[k][0] for k in moving], [self.results[0][0]]
         taken, given = (of_result, of_moving) if is_gradient else (of_moving, of_result)
-        pieces, values = [], [variable for _, variable in self.operands]
+        pieces, values = [*self.pieces], [variable for _, variable in self.operands]
         for k in moving:
             pieces += [("<normfuse>", f"namespace d{k} {{"), *self.partial(k).pieces]
             pieces += [("<normfuse>", "}")]

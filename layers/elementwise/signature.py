@@ -2,25 +2,31 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ...native.compiler import files_read
 from ...native.dtypes import NARROW, VALUE_TYPES
+from .lexer import last_heads, normal, plain
 
 SHAPE = "template <class T> T name(T x, T y, float scalar) { ... }"
-_IGNORED = re.compile(
-    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:\\\n|[^\n])*', re.DOTALL | re.MULTILINE
-)
+_PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_ANGLES = rf"(?:[^<>()]|{_PARENTHESES}|<(?:[^<>]|<[^<>]*>)*>)"
 _HEAD = re.compile(
-    r"(?P<result>.+?)\b(?P<name>[A-Za-z_]\w*)\s*\((?P<parameters>.*)\)\s*(noexcept)?"
+    rf"(?P<result>.+?)\b(?P<name>[A-Za-z_]\w*)\s*(?P<parameters>{_PARENTHESES})"
+    r"(?:\s*noexcept(?:\s*\([^()]*\))?)?(?:\s*->\s*(?P<trailing>.+))?"
+)
+# What has braces and is no function, and functions that no name calls.
+_OTHER = re.compile(
+    r'=|\b(?:struct|class|union|enum|namespace|operator)\b|::\s*~?\w+\s*\(|^(?:"")?$'
 )
 _PARAMETER = re.compile(r"(?P<type>.+?)(?P<reference>&?)\s*\b(?P<name>[A-Za-z_]\w*)")
-_SPECIFIERS = re.compile(r"\b(static|inline|constexpr|const|__device__|__host__|__forceinline__)\b")
 # They come with the compiler, whose version is part of a compiled function's key.
 _SYSTEM_HEADER = re.compile(
-    r"<(?:(?:assert|float|inttypes|limits|math|stdbool|stddef|stdint|stdlib|string)\.h"
-    r"|c(?:assert|float|inttypes|limits|math|stddef|stdint|stdlib|string)"
-    r"|algorithm|array|functional|limits|numeric|tuple|type_traits|utility|vector"
+    r"<(?:(?:assert|ctype|errno|float|inttypes|limits|math|stdbool|stddef|stdint|stdio|stdlib|string)\.h"
+    r"|c(?:assert|ctype|errno|float|inttypes|limits|math|stddef|stdint|stdio|stdlib|string)"
+    r"|algorithm|array|bitset|complex|functional|initializer_list|iterator|limits|map|memory|numeric"
+    r"|optional|random|ratio|set|string|tuple|type_traits|utility|valarray|variant|vector"
     r"|cuda_\w+\.h|cuda/std/\w+)>"
 )
 _NUMBERS = {type_: dtype for dtype, type_ in VALUE_TYPES.items() if dtype not in NARROW}
@@ -50,34 +56,51 @@ def find(source: str, name: str | None = None) -> Signature:
     if not isinstance(source, str):
         raise TypeError(f"elementwise: source must be C++ text, got {type(source).__name__}")
     check_self_contained("elementwise: source", source)
-    found = {}
-    for declared in _declarations(_IGNORED.sub(" ", source)):
-        template, rest = _template(declared)
-        if head := _HEAD.fullmatch(rest):
-            found[head["name"]] = template, head
-    if not found:
+    found: dict[str, tuple[list[str], re.Match[str] | None]] = {}
+
+    def is_wanted(head: str) -> bool:
+        template, rest = _template(head)
+        outside = re.sub(_PARENTHESES, "()", rest)
+        if re.match(r"template\s*<\s*>", head) or _OTHER.search(outside):
+            return False
+        found[head] = template, (match := _HEAD.fullmatch(rest))
+        return name is None or match is not None and match["name"] == name
+
+    last = last_heads("elementwise: source", normal(source), is_wanted) - {""}
+    names = list(dict.fromkeys(match["name"] for _, match in found.values() if match))
+    if not last:
+        hint = f"; write `{SHAPE}`, got {source.strip()[:80]!r}"
+        hint = f" {name!r}; it defines {', '.join(names)}" if name and names else hint
+        raise ValueError(f"elementwise: source defines no function{hint}")
+    if unread := [head for head in last if found[head][1] is None]:
         raise ValueError(
-            f"elementwise: source defines no function; write `{SHAPE}`, got {source.strip()[:80]!r}"
+            f"elementwise: cannot read the last function, `{unread[0]}`; write it without macros, "
+            "or pass name="
         )
-    name = list(found)[-1] if name is None else name
-    if name not in found:
+    every = {str(one): one for one in (_signature(*found[head]) for head in sorted(last))}
+    one, *others = every.values()
+    if any(dataclasses.astuple(one) != dataclasses.astuple(other) for other in others):
         raise ValueError(
-            f"elementwise: source defines no function {name!r}; it defines {', '.join(found)}"
+            "elementwise: which function is the last one depends on conditions of the "
+            f"preprocessor: {' or '.join(every)}; pass name=, of one with the same parameters in "
+            "all branches"
         )
-    template, head = found[name]
-    types = tuple(map(_type_parameter, template))
-    parameters = dict(_parameters(name, head["parameters"]))
-    one = Signature(name, types, parameters, _plain(head["result"]))
     where = f"elementwise: {one}"
     if one.result == "void":
         raise ValueError(f"{where} returns nothing; return its one result")
-    for what, type_ in (*parameters.items(), ("its result", one.result)):
-        if resolve(type_, dict.fromkeys(types, "float32")) is None:
+    for what, type_ in (*one.parameters.items(), ("its result", one.result)):
+        if resolve(type_, dict.fromkeys(one.template, "float32")) is None:
             raise ValueError(
                 f"{where}: {what} has type `{type_}`; use a template parameter T, bool, float, "
                 "double or an integer"
             )
     return one
+
+
+def _signature(template: Sequence[str], head: Any) -> Signature:
+    parameters = dict(_parameters(head["name"], head["parameters"][1:-1]))
+    result = plain(head["trailing"] or head["result"])
+    return Signature(head["name"], tuple(map(_type_parameter, template)), parameters, result)
 
 
 def check_self_contained(where: str, text: str) -> None:
@@ -104,27 +127,10 @@ def resolve(type_: str, bound: Mapping[str, str]) -> str | None:
     return bound.get(type_) or _NUMBERS.get(type_)
 
 
-def _declarations(text: str) -> Iterator[str]:
-    """Yields what stands before each {…} outside of classes and namespaces."""
-    depth, declared = 0, ""
-    for character in text:
-        if depth == 0 and character == "{":
-            yield " ".join(declared.split())
-        if depth == 0:
-            declared = "" if character in "{;" else declared + character
-        depth += {"{": 1, "}": -1}.get(character, 0)
-
-
 def _template(declared: str) -> tuple[list[str], str]:
     """Returns the texts of a template's parameters, and the declaration after them."""
-    match = re.match(r"template\s*<", declared)
-    if match is None:
-        return [], declared
-    depth, end = 1, match.end()
-    while depth and end < len(declared):
-        depth += {"<": 1, ">": -1}.get(declared[end], 0)
-        end += 1
-    return _split(declared[match.end() : end - 1]), declared[end:].strip()
+    match = re.fullmatch(rf"template\s*<({_ANGLES}*)>\s*(.*)", declared)
+    return (_split(match[1]), match[2]) if match else ([], declared)
 
 
 def _type_parameter(parameter: str) -> str:
@@ -151,21 +157,10 @@ def _parameters(function: str, text: str) -> Iterator[tuple[str, str]]:
             raise ValueError(
                 f"elementwise: {function} writes to its parameter `{one}`; return its one result"
             )
-        yield match["name"], _plain(match["type"])
+        yield match["name"], plain(match["type"])
 
 
 def _split(text: str) -> list[str]:
     """The parts between commas outside of brackets."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += {"<": 1, "(": 1, ">": -1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
+    parts = re.findall(rf"(?:[^,<>()]|<{_ANGLES}*>|{_PARENTHESES})+", text)
     return [part.strip() for part in parts if part.strip()]
-
-
-def _plain(type_: str) -> str:
-    """A type without specifiers, its spaces in one way."""
-    return " ".join(_SPECIFIERS.sub(" ", type_).split())

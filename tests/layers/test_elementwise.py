@@ -255,6 +255,27 @@ def test_helpers_are_any_cplusplus():
     assert op(4, 6, 5) == 5
 
 
+# One function of each kind that the compiler reads otherwise than the reader of its signature.
+COMPILED = "raw string", "heads in branches", "guard", "bom", "crlf", "nodiscard", "cstdio"
+
+
+@pytest.mark.parametrize("name", [*COMPILED, "if 0 unbalanced", "digraphs", "backslash end"])
+def test_hostile_text_computes_its_last_function(name):
+    assert elementwise(cases.HOSTILE[name])(2.0) == 6
+
+
+def test_derivatives_beside_include_guards_and_words_that_look_like_return():
+    """The text is read once for all derivatives; each is an expression here."""
+    source = "#ifndef GUARD\n#define GUARD\n" + cases.GATED + "#endif\n"
+    slopes = {"x": "x < limit ? g : T(0) // return", "g": "x < limit ? x : T(limit) /* return */"}
+    op = elementwise(source, derivative=slopes, limit=1.0)
+    x, g = jnp.float32([0.5, 2.0]), jnp.float32([3.0, 4.0])
+    for a, b in zip(jax.grad(lambda x, g: op(x, g).sum(), (0, 1))(x, g), ([3, 0], [0.5, 1])):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match=r"derivative\['x'\]: line 2 has a } without its {"):
+        elementwise(cases.GATED, derivative={"x": "T(1);\n} T other() { return T(2)"}, limit=1.0)
+
+
 # ---------------------------------------------------------------- unserved contexts
 
 

@@ -48,6 +48,11 @@ def test_kernels_compile_for_every_dtype(arch):
     compile_(source_of(cases.gated, "bfloat16", function=gradient))
 
 
+@pytest.mark.parametrize("name", ["cstdio", "cmath", "heads in branches", "guard", "crlf"])
+def test_hostile_text_compiles(name):
+    compiler.compile_image(source_of(make(cases.HOSTILE[name]), "float32"), {}, "compute_90")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_thread_moves_16_bytes_at_once(dtype):
     image, _ = compiler.compile_image(source_of(cases.gated, dtype), {}, "compute_90")

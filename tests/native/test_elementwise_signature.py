@@ -1,8 +1,10 @@
 """A user's C++ text gives the function's signature, and nothing that is not there."""
 
+import elementwise_cases as cases
 import pytest
 
 from normfuse.layers.elementwise.code import collapse
+from normfuse.layers.elementwise.lexer import returns
 from normfuse.layers.elementwise.signature import find, resolve
 
 
@@ -49,6 +51,43 @@ def test_the_last_function_counts_and_others_may_be_anything():
 def test_signatures_that_say_too_little(source, message):
     with pytest.raises(ValueError, match=message):
         find(source)
+
+
+@pytest.mark.parametrize("name", cases.HOSTILE)
+def test_the_last_function_of_hostile_text(name):
+    assert find(cases.HOSTILE[name]).name == "g"
+
+
+@pytest.mark.parametrize("name", cases.UNREADABLE)
+def test_text_whose_last_function_nobody_can_tell(name):
+    source, message = cases.UNREADABLE[name]
+    with pytest.raises(ValueError, match=message):
+        find(source)
+
+
+def test_a_name_chooses_among_branches():
+    source, _ = cases.UNREADABLE["conditional last"]
+    assert find(source, "f").name == "f" and find(source, "g").name == "g"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_so"),
+    [
+        ("return x;", True),
+        ("if (x > T(0)) { return x; } else { return T(0); }", True),
+        ("if (a[0]) { return x; }", True),
+        ("x // return", False),
+        ("x /* return */ * T(2)", False),
+        ("returned * T(2)", False),
+        ("x * T('{' == 'a') + T(\"return\"[0])", False),
+        ("[&] { return x; }()", False),
+        ("[&](T y) -> T { if (y > x) { return y; } return x; }(x)", False),
+        ("auto h = [](T y) { return y; }; return h(x);", True),
+        ("return T(1); \\", True),
+    ],
+)
+def test_derivatives_that_are_statements(text, is_so):
+    assert returns(text) == is_so
 
 
 def test_function_that_is_not_there():
