@@ -33,6 +33,7 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
+import fcntl
 import functools
 import gc
 import itertools
@@ -286,18 +287,19 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     if options.trace_only:
         trace(built, case, batch, sizes, options.versions)
         return []
-    versions = []
     plain = len(normfuse.fallbacks())
+    parts = [(each, step_of(built, case, each, sizes)) for each in options.versions]
+    versions = [traced(built, each, name, batch) for name, each in parts]
+    say(began, "traced")
+    if options.turn:  # one process at a time has the GPU; others begin and trace meanwhile
+        fcntl.flock(options.turn, fcntl.LOCK_EX)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = []
-        for each in options.versions:
-            parts = step_of(built, case, each, sizes)
-            versions.append(traced(built, parts, each, batch))
+        for version in versions:
             # Compilers time ways to compute products. Ours take those chosen for theirs where they
             # have the same products, which is quicker and fair.
             after = [] if options.at_once else futures[:1]
-            futures.append(pool.submit(compiled, versions[-1].lowered, after))
-            say(began, f"{each}: traced")
+            futures.append(pool.submit(compiled, version.lowered, after))
         for version, future in zip(versions, futures):
             version.problem = version.compiled(future.result())
             say(began, f"{version.name}: compiled, {version.gib:.1f} GiB. {version.problem}")
@@ -317,6 +319,8 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
             version.losses.append(float(loss))
         say(began, f"{version.name}: loss {version.losses[0]:.6f}, then {version.losses[-1]:.6f}")
     takes = {version.name: taker(jax, version.take, state) for version in versions}
+    for version in versions:  # the first turns are slower
+        takes[version.name](options.steps)
     for _, version in itertools.product(range(options.rounds), versions):
         version.seconds.append(takes[version.name](options.steps) / options.steps)
         say(began, f"{version.name}: {1e3 * version.seconds[-1]:.2f} ms")
@@ -389,7 +393,8 @@ def main() -> None:
     parser.add_argument("--seq", type=int, help="tokens of a sequence, or of an image")
     parser.add_argument("--padding", type=float, default=0.0, help="of each row, in zeros")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of a turn")
+    parser.add_argument("--steps", type=int, default=8, help="of a turn")
+    parser.add_argument("--turn", type=argparse.FileType("w"), help="a file of those on this GPU")
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--vocabulary", type=int, help="only so many tokens, or classes")
     parser.add_argument("--profile", action="store_true", help="print what steps' time goes to")

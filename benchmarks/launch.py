@@ -6,6 +6,9 @@ A line of JOBS is how many seconds a command may take, and the command, for bash
 with # are none. A command sees one GPU. None begins that has less than three fifths of its seconds,
 and all end when time is up.
 
+A GPU that `--gpus` names twice has two commands at a time: let them wait for their turn with it
+(`foreign_steps.py --turn /tmp/turn$CUDA_VISIBLE_DEVICES`, or `flock` before others).
+
 FOLDER gets `results.jsonl`, the lines of JSON that they print, and `log.txt`, everything else.
 """
 

@@ -79,7 +79,7 @@ def measure_steps(monkeypatch, capsys, served):
     case = foreign_steps_toy.toy(steps, served)
     sizes = {"layers": 1, "vocabulary": 64, "tokens": 32, "seq": 16, "rounds": 3, "steps": 1}
     sizes |= {"padding": 0.0}
-    flags = dict.fromkeys(["kernels", "trace_only", "at_once", "profile"], False)
+    flags = dict.fromkeys(["kernels", "trace_only", "at_once", "profile", "turn"], False)
     options = argparse.Namespace(**sizes, **flags, versions=VERSIONS_OF_STEPS)
     failed = steps.measure("toy", case, options)
     lines = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
