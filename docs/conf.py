@@ -40,8 +40,9 @@ default_role = "code"  # docstrings write `name` as Markdown does
 suppress_warnings = ["myst.header"]  # a page may begin below its first heading
 
 html_theme = "furo"
-html_static_path = ["style.css"]
+html_static_path = ["style.css", "copy.js"]
 html_css_files = ["style.css"]
+html_js_files = ["copy.js"]
 html_title = f"normfuse {release}"
 html_extra_path = ["index.html"]  # leads from the folder to docs/index.html
 html_copy_source = False
@@ -62,41 +63,56 @@ NAVIGATION = {  # the sidebar; here, because code hosts show such blocks as they
 :hidden:
 
 Overview <../README>
-performance
-support
-security
-reference/index
 ```
 
 ```{toctree}
 :hidden:
-:caption: Guides
+:caption: A faster step
 
 Your training step <guides/fuse>
+Examples <guides/examples>
+Keras <guides/keras>
+Does it help me? <guides/expect>
+performance
+When FP8 is safe <guides/fp8_safe>
+FP8 in your model <guides/fp8>
+Troubleshooting <guides/troubleshooting>
+```
+
+```{toctree}
+:hidden:
+:caption: Training
+
 A whole training step <guides/recipe>
 The step in nnx <guides/recipe_nnx>
 The step in Equinox <guides/recipe_equinox>
-Does it help me? <guides/expect>
-Troubleshooting <guides/troubleshooting>
-guides/dense
-The loss <guides/loss>
-FP8 in your model <guides/fp8>
-FP8: the recipe <quantization>
-Element-wise operations <guides/elementwise>
-An operation, step by step <guides/elementwise_op>
-guides/implementations
 guides/training
-Several hosts <guides/distributed>
 Parallelism <guides/parallelism>
 A sharded step <guides/train_sharded>
 A norm without all-gather <guides/shard_norm>
-Add a kernel <guides/add_kernel>
+Several hosts <guides/distributed>
 ```
 
 ```{toctree}
 :hidden:
-:caption: Project
+:caption: Operations
 
+guides/dense
+The loss <guides/loss>
+Element-wise operations <guides/elementwise>
+An operation, step by step <guides/elementwise_op>
+Add a kernel <guides/add_kernel>
+guides/implementations
+FP8: the recipe <quantization>
+support
+```
+
+```{toctree}
+:hidden:
+:caption: Reference and project
+
+reference/index
+security
 ../CONTRIBUTING
 ../CHANGELOG
 ../benchmarks/results/README

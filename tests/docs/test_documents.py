@@ -179,27 +179,55 @@ def test_the_tables_are_the_recorded_numbers():
         assert table in performance
 
 
-def test_the_table_of_public_models_is_the_same_everywhere():
-    """README leaves out the rows of less than 1.1 times theirs."""
+@pytest.fixture(scope="module")
+def charts():
+    return runpy.run_path(str(ROOT / "docs" / "charts.py"))
 
-    def table(name):
-        found = re.search(
-            r"^\| one training step \|.*?\n(?=\n)",
-            (ROOT / name).read_text(),
-            re.MULTILINE | re.DOTALL,
-        )
-        assert found is not None, name
-        return found[0].splitlines()
 
-    head, rule, *rows = table("docs/performance.md")
-    assert table("benchmarks/results/steps.md") == [head, rule, *rows]
-    ratios = {row: [float(ratio) for ratio in re.findall(r"([\d.]+)×", row)][-2:] for row in rows}
-    assert table("README.md") == [head, rule, *(row for row in rows if ratios[row][0] >= 1.1)]
-    assert len(rows) >= 12
-    for row in rows:
-        theirs, *ours = [float(ms) for ms in re.findall(r"([\d.]+) ms", row)]
-        for ms, ratio in zip(ours, ratios[row], strict=True):
-            assert abs(theirs / ms - ratio) < 0.008, row  # both are rounded
+def test_tables_and_ranges_of_public_models_are_those_of_the_results(charts):
+    for name in charts["sentences"]():
+        text = (ROOT / name).read_text()
+        assert charts["written"](name, text) == text, f"python docs/charts.py writes {name}"
+    assert len(charts["rows"]()) >= 12
+
+
+def test_a_document_with_another_range_or_row_is_said(charts):
+    text = (ROOT / "README.md").read_text()
+    (first,) = charts["sentences"]()["README.md"]
+    for old in (re.findall(r"[\d.]*\d", first)[1], charts["table"]().splitlines()[2]):
+        changed = text.replace(old, "9.99" if old in first else "| x | y |", 1)
+        assert changed != text and charts["written"]("README.md", changed) == text
+    with pytest.raises(AssertionError, match="README.md does not say: the training steps"):
+        charts["written"]("README.md", text.replace("as their projects run them", ""))
+
+
+def test_a_ratio_is_theirs_over_ours_and_defaults_alone_make_the_range(charts):
+    made = lambda ms, gib: {"ms": str(ms), "gib": str(gib), "device": "H100", "busy_ms": "40"}
+    versions = {"theirs": made(100, 20), "fuse": made(50, 10)}
+    row = charts["Row"]("Model", versions)
+    assert (row.ratio("fuse"), row.ratio("fuse, fp8"), row.busy("fuse")) == (2, None, 0.8)
+    assert row.cell("fuse") == "50.0 ms, **2.00×**, 10.0 GiB, busy .80"
+    assert row.is_default and not charts["Row"]("Model, no dropout", versions).is_default
+
+
+def test_charts_show_the_numbers_of_the_results(charts):
+    for name, column in (("times", "ms"), ("memory", "gib")):
+        image = (ROOT / "docs" / "images" / f"{name}.svg").read_text()
+        shown = re.findall(r">([\d.]+ of [\d.]+)</text>", image)
+        numbers = [
+            f"{row.number(version, column):.0f} of {row.number('theirs', column):.0f}"
+            for row in charts["rows"]()
+            for version in ("fuse", "fuse, fp8")
+            if row.is_default and row.number(version, column)
+        ]
+        assert sorted(shown) == sorted(numbers)
+
+
+def test_why_a_gpu_waits_is_explained(charts):
+    """Where it is busy for less than .97 of a step of ours."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    (section,) = re.findall(r"^### Where the GPU waits\n(.*?)^##", page, re.M | re.S)
+    assert not [name for name in charts["waits"]() if name.rpartition(", fuse")[0] not in section]
 
 
 def test_readme_stays_short():

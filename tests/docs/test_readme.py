@@ -1,6 +1,7 @@
 """The Python in README.md gives what it says; test_pages.py runs every page as it is written."""
 
 import functools
+import importlib
 import pathlib
 import re
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import normfuse
 import normfuse.layers.nnx as ours_nnx
@@ -35,21 +37,19 @@ def only(text: str, name: str = "README.md") -> str:
     return found
 
 
-def test_the_first_code_is_the_one_line():
+def test_the_first_code_is_the_one_line(capsys):
     text = (ROOT / "README.md").read_text()
-    assert "```python" in text.splitlines()[:12]
-
-    def loss(x, kernel, labels):
-        log_p = jax.nn.log_softmax(x @ kernel)
-        return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
-
-    x, kernel = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate([(4, 8), (8, 2048)]))
-    fused = run("README.md", blocks("README.md")[0], loss=loss)["loss"]
-    both = jax.value_and_grad(fused)(x, kernel, jnp.arange(4))
-    wanted = jax.value_and_grad(loss)(x, kernel, jnp.arange(4))
-    # float32 sums of 8 and 2048 terms, in another order
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), both, wanted)
-    assert "cross_entropy" in str(jax.make_jaxpr(fused)(x, kernel, jnp.arange(4)))
+    assert "```python" in text.splitlines()[:8]
+    block = blocks("README.md")[0]
+    assert len(block.strip().splitlines()) <= 16
+    fused = run("README.md", block)
+    capsys.readouterr()
+    line = next(line for line in block.splitlines() if line.startswith("loss = normfuse.fuse("))
+    plain = run("README.md", block.replace(line, ""))
+    for name in ("value", "gradients"):
+        # float32 sums of 64, 128 and 4096 terms, in another order
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        jax.tree.map(close, fused[name], plain[name])
 
 
 def test_the_line_that_leaves_a_layer_out_of_fp8_does():
@@ -66,7 +66,6 @@ def test_the_line_that_leaves_a_layer_out_of_fp8_does():
 
 @pytest.mark.parametrize("framework", ["nnx", "eqx", "linen"])
 def test_a_model_is_swapped_as_shown(framework, capsys):
-    from flax import nnx
     from foreign_norms import OnePlusScale
 
     class Linen(nn.Module):
@@ -79,9 +78,10 @@ def test_a_model_is_swapped_as_shown(framework, capsys):
         "eqx": lambda: eqx.nn.RMSNorm(8),
         "linen": Linen,
     }[framework]
-    block = only("YourTransformer(config").replace("layers.nnx", f"layers.{framework}", 1)
-    given = {"YourTransformer": lambda config, rngs: make(), "config": 2, "rngs": None}
-    model, theirs, x = run("README.md", block, **given)["model"], make(), jnp.arange(8.0)
+    (line,) = (line for line in only("swap(").splitlines() if "swap(theirs" in line)
+    theirs, x = make(), jnp.arange(8.0)
+    swap = importlib.import_module(f"normfuse.layers.{framework}").swap
+    model = run("README.md", line, swap=swap, theirs=theirs)["model"]
     assert isinstance(model, type(theirs))
     if framework == "linen":
         variables = theirs.init(jax.random.key(0), x)
@@ -92,14 +92,12 @@ def test_a_model_is_swapped_as_shown(framework, capsys):
     assert "1 of 1 norm" in capsys.readouterr().out
 
 
-def test_the_nnx_block_is_the_one_it_replaces():
-    from flax import nnx
-
-    names = run("README.md", only("from flax import nnx"))
+def test_the_layers_are_those_that_they_replace():
+    names = run("README.md", only("swap("))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 256)), jnp.float32)
-    block = names["block"]
-    hidden = nnx.silu(block.norm(x) @ block.up.kernel[...] + block.up.bias[...])
-    expected = x + hidden @ block.down.kernel[...] + block.down.bias[...]
-    # float32 sums of 256 and 1024 terms, in another order
-    np.testing.assert_allclose(block(x), expected, rtol=2e-5, atol=2e-5)
-    assert isinstance(block.norm, ours_nnx.RMSNorm) and isinstance(block.up, ours_nnx.Linear)
+    norm, up = names["norm"], names["up"]
+    theirs = nnx.RMSNorm(256, rngs=nnx.Rngs(0))
+    expected = nnx.silu(theirs(x) @ up.kernel[...] + up.bias[...])
+    # float32 sums of 256 terms, in another order
+    np.testing.assert_allclose(up(norm(x)), expected, rtol=2e-5, atol=2e-5)
+    assert isinstance(norm, ours_nnx.RMSNorm) and isinstance(up, ours_nnx.Linear)
