@@ -1,9 +1,13 @@
 """Runnable guides as prose and code: for the pages of the documentation, and as a notebook.
 
-python docs/scripts.py        writes docs/guides/recipe_nnx.ipynb from docs/guides/recipe_nnx.py
+python docs/scripts.py        writes docs/guides/recipe_nnx.ipynb from docs/guides/recipe_nnx.py,
+                              and what the code of pages prints into the blocks after it
 """
 
 import ast
+import contextlib
+import importlib.util
+import io
 import json
 import pathlib
 import re
@@ -57,6 +61,28 @@ def notebook(script: str) -> str:
     return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 
+def printed(page: str) -> str:
+    """Returns a page with the output of each block of Python in the block without a language after.
+
+    Later blocks see the names of earlier ones.
+    """
+    names: dict[str, object] = {"__name__": "__main__"}
+    outputs = []
+
+    def run(match: re.Match[str]) -> str:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(match[1], "train.py", "exec"), names)
+        outputs.append(out.getvalue())
+        return match[0] if match[3] is None else f"{match[0][: -len(match[3])]}{outputs[-1]}```"
+
+    block = r"^```python\n(.*?)^```$(\n\n```\n(.*?^```$))?"
+    return re.sub(block, run, page, flags=re.DOTALL | re.MULTILINE)
+
+
 if __name__ == "__main__":
     for name in NOTEBOOKS:
         (GUIDES / f"{name}.ipynb").write_text(notebook((GUIDES / f"{name}.py").read_text()))
+    for path in (GUIDES.parents[1] / "README.md", GUIDES / "examples.md", GUIDES / "keras.md"):
+        if path.stem != "keras" or importlib.util.find_spec("keras"):
+            path.write_text(printed(path.read_text()))
