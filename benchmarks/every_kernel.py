@@ -23,7 +23,7 @@ from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.dense import epilogue
 from normfuse.layers.dense.epilogue import Epilogue
 from normfuse.layers.norm import kernels as uncoded
-from normfuse.layers.norm.spec import PARAMETERS, STATISTICS, Norm
+from normfuse.layers.norm.spec import OPERANDS, PARAMETERS, STATISTICS, Norm
 from normfuse.layers.quantization import gated, quantize
 from normfuse.layers.quantization import norm as coded_norm
 from normfuse.layers.quantization.quantize import Codes
@@ -53,22 +53,25 @@ def norm_kernels(n, dtype, scale, centred=False) -> Iterator[Example]:
     types |= dict.fromkeys(("X", "RESIDUAL", "DH", "DY"), struct((rows, n), dtype))
     op = "layer_norm" if centred else "rms_norm"
     base = Norm(op=op, centred=centred, eps=1e-6, out_dtype=dtype, compute=F32)
-    calls = [(uncoded.row_statistics_kernel, base)]
+    of_centred = set() if centred else {"MEAN", "SUMS"}
+    calls = [(uncoded.row_statistics_kernel, base, frozenset())]
     for has_scale, has_bias in ((False, False), (True, False), *[(True, True)] * centred):
-        norm = replace(base, has_scale=has_scale, scale_offset=0.5 * has_scale)
-        calls.append((uncoded.apply_kernel, replace(norm, has_bias=has_bias)))
-        calls.append((uncoded.row_dots_kernel, norm))
+        has = {"SCALE": has_scale, "BIAS": has_bias}
+        absent = of_centred | {name for name, there in has.items() if not there}
+        norm = replace(base, scale_offset=0.5 * has_scale)
+        calls.append((uncoded.apply_kernel, norm, frozenset(absent)))
+        calls.append((uncoded.row_dots_kernel, norm, frozenset(absent)))
         for residual, flag in itertools.product((False, True), repeat=2):
-            norm = replace(norm, has_residual=residual)
-            asked = replace(norm, has_bias=has_bias, with_mean=flag and centred, with_rstd=flag)
-            calls.append((uncoded.forward_kernel, asked))
+            lacks = frozenset(absent if residual else absent | {"RESIDUAL", "DH"})
+            asked = replace(norm, with_mean=flag and centred, with_rstd=flag)
+            calls.append((uncoded.forward_kernel, asked, lacks))
             asked = {"with_dscale": flag and has_scale, "with_dbias": flag and has_bias}
-            calls.append((uncoded.backward_kernel, replace(norm, **asked)))
+            calls.append((uncoded.backward_kernel, replace(norm, **asked), lacks))
             asked["count"] = float(n)
-            calls.append((uncoded.backward_apply_kernel, replace(norm, **asked)))
-    for kernel, norm in dict.fromkeys(calls):
-        operands, _ = norm.names(kernel.name.removeprefix("norm_"))
-        yield kernel, norm, [types[name] for name in operands]
+            calls.append((uncoded.backward_apply_kernel, replace(norm, **asked), lacks))
+    for kernel, norm, absent in dict.fromkeys(calls):
+        names = OPERANDS[kernel.name.removeprefix("norm_")]
+        yield kernel, norm, [None if name in absent else types[name] for name in names]
 
 
 def norms(lengths) -> Iterator[Example]:
@@ -98,16 +101,14 @@ def norm_codes(lengths) -> Iterator[Example]:
     for ((n, rows), (centred, examples)), has_qt in itertools.product(every, (True, False)):
         lead = (examples, 16) if examples else (rows,)
         x, row, bound = struct((*lead, n), BF16), struct(lead, F32), struct((1,), F32)
-        parameters = [struct((*lead[:-1], n), F32)] * (1 + centred)
+        scale = struct((*lead[:-1], n), F32)
+        bias, mean = (scale, row) if centred else (None, None)
         own = {"axes": (2,), "heads": (0,)} if examples else {}
         norm = Norm(eps=1e-6, centred=centred, with_mean=centred, with_rstd=True, **own)
-        norm = replace(norm, has_scale=True, has_bias=centred)
         spec = coded_norm.NormCodes(norm, Codes(has_qt=has_qt))
-        known = [*parameters, *[row] * (1 + centred), bound]
-        yield coded_norm.apply_codes_kernel, spec, [x, *known]
-        yield coded_norm.codes_kernel, spec, [x, *parameters, bound]
-        spec = replace(spec, norm=replace(norm, has_residual=True))
-        yield coded_norm.codes_kernel, spec, [x, x, *parameters, bound]
+        yield coded_norm.apply_codes_kernel, spec, [x, scale, bias, mean, row, bound]
+        for residual in (None, x):
+            yield coded_norm.codes_kernel, spec, [x, residual, scale, bias, bound]
 
 
 def gated_codes(lengths) -> Iterator[Example]:
@@ -122,13 +123,12 @@ def gated_codes(lengths) -> Iterator[Example]:
 def activations(lengths) -> Iterator[Example]:
     for n, dtype, name in itertools.product(lengths or (64, 130, 4096), (BF16, F32), ACTIVATIONS):
         z, spec = struct((37, n), dtype), Epilogue(function=SCALARS[name], out_dtype=dtype)
-        for up, bias in ([], []), ([z], []), ([], [struct((n,), F32)]):
-            flags = {"has_up": bool(up), "has_bias": bool(bias), "axes": (1,) if bias else ()}
-            given = replace(spec, **flags)
-            yield epilogue.forward_kernel, given, [z, *up, *bias]
+        for up, bias in (None, None), (z, None), (None, struct((n,), F32)):
+            given = replace(spec, axes=(1,) if bias else ())
+            yield epilogue.forward_kernel, given, [z, up, bias]
             for flag in False, True:
                 asked = {"with_dbias" if bias else "with_value": flag}
-                yield epilogue.backward_kernel, replace(given, **asked), [z, z, *up, *bias]
+                yield epilogue.backward_kernel, replace(given, **asked), [z, z, up, bias]
 
 
 def losses(lengths) -> Iterator[Example]:
@@ -161,14 +161,15 @@ def error_of(kernel: Kernel, spec: Any, operands: list[jax.Array]) -> float:
     """The largest error against the definition, relative to the largest value."""
     given = jax.jit(lambda *a: kernel(spec, *a, order=NATIVE))(*operands)
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = kernel.definition(spec, *[np.asarray(a) for a in operands])
-    worst = 0.0
-    for got, want in zip(given, wanted, strict=True):
+        wanted = kernel.definition(spec, *jax.tree.map(np.asarray, operands))
+    worst, given = 0.0, jax.tree.leaves(given)
+    for got, want in zip(given, jax.tree.leaves(wanted), strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         error = np.max(np.abs(got - want)) / max(np.max(np.abs(want)), 1e-30)
         unit = float(jnp.finfo(given[0].dtype).eps)
         # Roundings of the result, and sums in another order over a row or over all rows.
-        limit = 2 * unit + 8 * np.finfo(np.float32).eps * math.sqrt(max(a.size for a in operands))
+        most = max(a.size for a in jax.tree.leaves(operands))
+        limit = 2 * unit + 8 * np.finfo(np.float32).eps * math.sqrt(most)
         if not error <= limit:
             raise SystemExit(f"{kernel.name} {spec}: error {error:.2e}, at most {limit:.2e}")
         worst = max(worst, error)
@@ -188,7 +189,7 @@ def main() -> None:
             if platform not in kernel.bodies:
                 continue
             features = structs[0].shape[-1] if structs[0].ndim == 2 else structs[0].shape[1]
-            operands = [draw(rng, of, features) for of in structs]
+            operands = [None if of is None else draw(rng, of, features) for of in structs]
             worst = max(worst, error_of(kernel, spec, operands))
             runs[kernel.name] += 1
         counts = ", ".join(f"{name} {count}" for name, count in runs.items())

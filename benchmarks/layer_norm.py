@@ -40,15 +40,13 @@ def _ours(residual: bool, implementation: str) -> Contestant:
         return (layer_norm(x, w, b, **options),)
 
     def backward(x, r, w, dy, dh, rstd):
-        operands = [dy, x, w, 0 * rstd[:, 0], rstd[:, 0], *[dh] * residual]
-        return backward_kernel(_gradient(residual), *operands, order=order)
+        operands = [dy, x, w, 0 * rstd[:, 0], rstd[:, 0], dh if residual else None]
+        return backward_kernel(GRADIENT, *operands, order=order)
 
     return _modes(norm, backward, residual)
 
 
-def _gradient(residual: bool) -> Norm:
-    flags = {"has_scale": True, "with_dscale": True, "with_dbias": True}
-    return Norm(op="layer_norm", centred=True, has_residual=residual, **flags)
+GRADIENT = Norm(op="layer_norm", centred=True, with_dscale=True, with_dbias=True)
 
 
 def _xla(residual: bool) -> Contestant:
@@ -57,7 +55,7 @@ def _xla(residual: bool) -> Contestant:
 
     def backward(x, r, w, dy, dh, rstd):
         rows = [a[:, 0] for a in (0 * rstd, rstd)]
-        return define_backward(_gradient(residual), dy, x, w, *rows, *[dh] * residual)
+        return define_backward(GRADIENT, dy, x, w, *rows, dh if residual else None)
 
     return _modes(_added(norm, residual), backward, residual)
 

@@ -45,9 +45,8 @@ def _normfuse(residual: bool) -> Contestant:
         return rms_norm(x, w, residual=r, eps=EPS, implementation="native")
 
     def backward(x, r, w, dy, dh, rstd):
-        operands = [dy, x, w, rstd[:, 0], *[dh] * residual]
-        norm = Norm(has_scale=True, has_residual=residual, with_dscale=True)
-        return backward_kernel(norm, *operands, order=order)
+        operands = [dy, x, w, None, rstd[:, 0], dh if residual else None]
+        return backward_kernel(Norm(with_dscale=True), *operands, order=order)[:2]
 
     return {"forward": forward, "backward": backward}
 

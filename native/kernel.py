@@ -15,12 +15,14 @@ from .jax_private import needs_devices
 Backend = Literal["cpu", "cuda", "pallas"]
 Arrays = Sequence[jax.Array]
 Body = Callable[..., Arrays]
-
 _NO_MESH = AbstractMesh((), ())
 
 
 class Kernel:
     """One device's share of an operation.
+
+    Operands may be None, for those that a call does not have, and so may results. Functions of an
+    operation take them by their names; the primitive binds those that are there, with their `tree`.
 
     Args:
       name: the primitive is `normfuse_<name>`.
@@ -61,21 +63,26 @@ class Kernel:
             rule = functools.partial(self._lower, platform)
             mlir.register_lowering(self.primitive, rule, platform=platform)
 
-    def __call__(self, spec: Any, *operands: jax.Array, order: Order = BEST) -> list[jax.Array]:
+    def __call__(self, spec: Any, *operands: jax.Array | None, order: Order = BEST) -> list[Any]:
         """Runs the kernel that `order` says."""
         if order is PLAIN:  # one that a user asks for is an equation, as all are
             return list(self.definition(spec, *operands))
-        return self.primitive.bind(*operands, spec=spec, order=order)
+        given, tree = jax.tree.flatten(operands)
+        results = self.primitive.bind(*given, spec=spec, order=order, tree=tree)
+        return jax.tree.structure(self._types_of(spec, operands)).unflatten(results)
+
+    def _types_of(self, spec: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if self._types:
+            return self._types(spec, *operands)
+        of = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
+        return result_types(self.definition, spec, of)
 
     def _impl(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         return jax.jit(functools.partial(self.primitive.bind, **params))(*operands)
 
-    def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
+    def _abstract_eval(self, *operands: Any, spec: Any, order: Order, tree: Any) -> list[Any]:
         del order
-        types = self._types and self._types(spec, *operands)
-        if not types:
-            of = tuple([(a.shape, a.dtype) for a in operands])
-            types = result_types(self.definition, spec, of)
+        types = jax.tree.leaves(self._types_of(spec, tree.unflatten(operands)))
         like = operands[0]  # the mesh and the manual axes around a shard are those of its operands
         specs = [PartitionSpec(*[None] * len(t.shape)) for t in types]
         places = [NamedSharding(like.sharding.mesh, spec) for spec in specs]
@@ -84,10 +91,19 @@ class Kernel:
             for t, place in zip(types, places)
         ]
 
-    def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
-        plain = functools.partial(self.definition, spec)
+    def _lower(
+        self,
+        platform: str | None,
+        ctx: Any,
+        *values: Any,
+        spec: Any,
+        order: Order,
+        tree: Any,
+    ) -> Any:
+        plain = bound(self.definition, spec, tree=tree)
         measured = platform == "cuda" and not order.names and _has_static_shapes(ctx)
-        if measured and self._plain_on_cuda and self._plain_on_cuda(spec, *ctx.avals_in):
+        operands = tree.unflatten(ctx.avals_in)
+        if measured and self._plain_on_cuda and self._plain_on_cuda(spec, *operands):
             return lower(plain, ctx, *values)
         # On CPUs Pallas is interpreted, and serves on request alone.
         best = "pallas" if platform == "tpu" and "pallas" in self.bodies else "native"
@@ -95,9 +111,9 @@ class Kernel:
         for name in order.names or (best,):
             try:
                 if name == "pallas":
-                    results = self._lower_pallas(platform, ctx, *values, spec=spec)
+                    results = self._lower_pallas(platform, ctx, values, spec, tree)
                 else:
-                    body = functools.partial(self.native(platform, ctx), spec)
+                    body = bound(self.native(platform, ctx), spec, tree=tree)
                     results = lower(body, ctx, *values)
             except Unsupported as error:
                 reasons[name] = f"on {where}, {error}"
@@ -127,16 +143,24 @@ class Kernel:
         somewhere = {"cpu", "cuda"} & set(self.bodies)
         raise Unsupported(f"{'this platform has no' if somewhere else 'no platform has a'} kernel")
 
-    def _lower_pallas(self, platform: str | None, ctx: Any, *values: Any, spec: Any) -> Any:
+    def _lower_pallas(
+        self, platform: str | None, ctx: Any, values: Any, spec: Any, tree: Any
+    ) -> Any:
         if "pallas" not in self.bodies:
             raise Unsupported("there is no Pallas kernel for this")
         if platform not in ("cpu", "tpu"):
             raise Unsupported("there are no Pallas kernels: they are for TPUs, interpreted on CPUs")
         _require_static_shapes(ctx)
         try:
-            return lower(functools.partial(self.bodies["pallas"], platform, spec), ctx, *values)
+            body = bound(self.bodies["pallas"], platform, spec, tree=tree)
+            return lower(body, ctx, *values)
         except (NotImplementedError, ImportError) as error:
             raise Unsupported(f"Pallas cannot lower this: {error}") from error
+
+
+def bound(function: Body, *first: Any, tree: Any) -> Body:
+    """Returns a function of `(*first, *operands)` as one of the operands and results there are."""
+    return lambda *given: jax.tree.leaves(function(*first, *tree.unflatten(given)))
 
 
 def _has_static_shapes(ctx: Any) -> bool:
@@ -150,9 +174,9 @@ def _require_static_shapes(ctx: Any) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def result_types(definition: Body, spec: Any, operands: tuple) -> list[jax.ShapeDtypeStruct]:
-    """Returns the result types of `definition` on operands given as (shape, dtype) pairs."""
+    """Returns the result types of `definition` on operands given as (shape, dtype) or None."""
     with use_abstract_mesh(_NO_MESH):
-        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+        structs = [of and jax.ShapeDtypeStruct(*of) for of in operands]
         return list(jax.eval_shape(functools.partial(definition, spec), *structs))
 
 

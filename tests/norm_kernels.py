@@ -1,7 +1,7 @@
 """The norms' kernels by name, each held to its definition in float64.
 
-A runner is `run(kernel, norm, operands) -> results`: in C++, on an emulator, through the CUDA
-driver, or through XLA. 64-bit types are on while it runs.
+A runner is `run(kernel, norm, operands) -> results`, with None where there is none: in C++, on an
+emulator, through the CUDA driver, or through XLA. 64-bit types are on while it runs.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import reference
 from reference import Expected, assert_close, wide
 
 from normfuse.layers.norm import cuda, kernels
-from normfuse.layers.norm.spec import PARAMETERS, STATISTICS, Norm
+from normfuse.layers.norm.spec import OPERANDS, PARAMETERS, RESULTS, STATISTICS, Norm
 from normfuse.native.kernel import Kernel
 
 KERNELS = {
@@ -83,9 +83,6 @@ class Case:
             eps=EPS,
             scale_offset=self.offset,
             out_dtype=self.out,
-            has_residual=self.residual,
-            has_scale=self.scale is not None,
-            has_bias=self.bias,
             centred=self.centred,
             with_mean=self.centred,
             with_rstd=True,
@@ -95,15 +92,22 @@ class Case:
             count=float(self.shape[-1]),
         )
 
-    def types(self, kernel: str, norm: Norm) -> list[jax.ShapeDtypeStruct]:
+    @property
+    def absent(self) -> set[str]:
+        """The operands that its calls lack."""
+        has = {"RESIDUAL": self.residual, "DH": self.residual, "SCALE": self.scale is not None}
+        has |= {"BIAS": self.bias, "MEAN": self.centred, "SUMS": self.centred}
+        return {name for name, there in has.items() if not there}
+
+    def types(self, kernel: str, norm: Norm) -> list[jax.ShapeDtypeStruct | None]:
         """The operands' types."""
         parameter = tuple(self.shape[i] for i in (*norm.heads, *norm.axes))
         dtypes = {"X": self.x, "DY": self.out, "RESIDUAL": self.other, "DH": self.other}
         of = dict.fromkeys(STATISTICS, (self.shape[:-1], self.compute))
         of |= dict.fromkeys(PARAMETERS, (parameter, self.scale or "float32"))
         of |= {name: (self.shape, dtype) for name, dtype in dtypes.items()}
-        given = [of[name] for name in norm.names(kernel)[0]]
-        return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in given]
+        types = {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for k, (s, dtype) in of.items()}
+        return [None if name in self.absent else types[name] for name in OPERANDS[kernel]]
 
     def operands(self) -> dict[str, np.ndarray]:
         """Standard normal arrays, parameters near 1, and statistics and sums of these rows."""
@@ -116,19 +120,37 @@ class Case:
         for name in ("SCALE", "BIAS"):
             value = (name == "SCALE") + 0.25 * rng.standard_normal(parameter)
             arrays[name] = value.astype(jnp.dtype(self.scale or "float32"))
-        *mean, squares = defined("row_statistics", norm, arrays)
-        known = [*mean, 1 / np.sqrt(squares / self.shape[-1] + EPS)]
-        arrays |= zip(["MEAN"] * norm.centred + ["RSTD"], [a.astype(self.compute) for a in known])
-        sums = [a.astype(self.compute) for a in defined("row_dots", norm, arrays)]
-        return arrays | dict(zip(["SUMS"] * norm.centred + ["DOTS"], sums))
+        arrays = {name: a for name, a in arrays.items() if name not in self.absent}
+        known = with_rstd(arrays, norm)
+        known |= defined("row_dots", norm, known)
+        small = [name for name in known if name in STATISTICS]
+        return known | {name: known[name].astype(self.compute) for name in small}
 
 
-def defined(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+def with_rstd(arrays: dict[str, np.ndarray], norm: Norm) -> dict[str, np.ndarray]:
+    """The arrays with the statistics of x in float64."""
+    known = defined("row_statistics", norm, arrays)
+    squares = known.pop("SQUARES")
+    return arrays | known | {"RSTD": 1 / np.sqrt(squares / arrays["X"].shape[-1] + EPS)}
+
+
+def placed(kernel: str, arrays: dict[str, np.ndarray]) -> list:
+    """The operands of a kernel, None for those that are not there."""
+    return [arrays.get(name) for name in OPERANDS[kernel]]
+
+
+def named(kernel: str, results: Sequence) -> dict[str, np.ndarray]:
+    """The results of a kernel that there are, by name."""
+    pairs = zip(RESULTS[kernel], results, strict=True)
+    return {name: np.asarray(a) for name, a in pairs if a is not None}
+
+
+def defined(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The definition's results in float64, but for the rounding of sums."""
     wider = replace(norm, out_dtype="float64", compute="float64", cast_before=False)
     with jax.enable_x64(True):
-        operands = [jnp.asarray(wide(arrays[name])) for name in norm.names(kernel)[0]]
-        return list(map(np.asarray, _definition(kernel, wider, *operands)))
+        operands = [None if a is None else jnp.asarray(wide(a)) for a in placed(kernel, arrays)]
+        return named(kernel, _definition(kernel, wider, *operands))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -136,23 +158,21 @@ def _definition(kernel, norm, *operands):
     return KERNELS[kernel].definition(norm, *operands)
 
 
-def magnitudes(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+def magnitudes(kernel: str, norm: Norm, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The sums of magnitudes that each result is made of: differences become sums."""
     sign = {"MEAN": -1, "SUMS": -1, "DOTS": -1}
     with_mean = arrays | {"MEAN": np.abs(wide(arrays["X"])).mean(norm.axes)}
     large = {name: sign.get(name, 1) * np.abs(wide(a)) for name, a in with_mean.items()}
     sized = replace(norm, scale_offset=abs(norm.scale_offset))
     if kernel == "forward":
-        (y,) = defined("apply", sized, large)
-        statistics = [np.abs(large["MEAN"])] * norm.with_mean + [large["RSTD"]] * norm.with_rstd
-        return [y, *[large["X"]] * norm.has_residual, *statistics]
+        statistics = {"MEAN": np.abs(large["MEAN"]), "RSTD": large["RSTD"]}
+        return defined("apply", sized, large) | statistics
     if kernel == "row_statistics":
         mean = np.abs(large["MEAN"]) * norm.centred
         squares = ((large["X"] + np.expand_dims(mean, norm.axes)) ** 2).sum(norm.axes)
-        return [*[mean] * norm.centred, squares]
+        return {"MEAN": mean, "SQUARES": squares}
     if kernel == "backward":
-        sums = defined("row_dots", sized, large)
-        large |= zip(["SUMS"] * norm.centred + ["DOTS"], [-a for a in sums])
+        large |= {name: -a for name, a in defined("row_dots", sized, large).items()}
         kernel = "backward_apply"
     return defined(kernel, sized, large)
 
@@ -162,20 +182,17 @@ def check(run: Run, case: Case, kernels: Sequence[str] = tuple(KERNELS), **chang
     norm, arrays = replace(case.norm, **changes), case.operands()
     x, n = arrays["X"], case.shape[-1]
     for kernel in kernels:
-        names, results = map(list, norm.names(kernel))
-        got = list(map(np.asarray, run(kernel, norm, [arrays[name] for name in names])))
-        known, stored = arrays, norm
-        if kernel == "forward" and norm.has_residual:
-            h, exact = got[1], reference.add(x, arrays["RESIDUAL"])
+        got, known = named(kernel, run(kernel, norm, placed(kernel, arrays))), arrays
+        if kernel == "forward" and case.residual:
+            h, exact = got.pop("H"), reference.add(x, arrays["RESIDUAL"])
             assert h.dtype == exact.dtype
             assert_close(h, Expected(wide(exact), np.abs(wide(exact))), case.compute)
-            known, stored = arrays | {"X": h}, replace(norm, has_residual=False)
-            *mean, squares = defined("row_statistics", norm, known)
-            rstd = 1 / np.sqrt(squares / n + EPS)
-            known |= zip(["MEAN"] * norm.centred + ["RSTD"], [*mean, rstd])
-            del got[1], results[1]
-        values, sizes = defined(kernel, stored, known), magnitudes(kernel, stored, known)
-        for name, array, value, size in zip(results, got, values, sizes, strict=True):
+            others = {name: a for name, a in arrays.items() if name != "RESIDUAL"}
+            known = with_rstd(others | {"X": h}, norm)
+        values, sizes = defined(kernel, norm, known), magnitudes(kernel, norm, known)
+        assert got.keys() == values.keys() and sizes.keys() >= got.keys()
+        for name, array in got.items():
+            value, size = values[name], sizes[name]
             dtype = {"Y": case.out, "DX": case.x}.get(name, array.dtype)
             assert array.dtype == dtype and (name not in STATISTICS or array.dtype.itemsize > 2)
             length = n + (x.size // n if name in PARAMETERS else 0)
@@ -186,15 +203,15 @@ def check(run: Run, case: Case, kernels: Sequence[str] = tuple(KERNELS), **chang
 def check_cast_before(run: Run, case: Case) -> None:
     """`forward` and `apply` round to the input's dtype before they multiply."""
     norm, arrays = replace(case.norm, cast_before=True), case.operands()
-    call = lambda name, norm: run(name, norm, [arrays[k] for k in norm.names(name)[0]])
-    y, *h, rstd = map(np.asarray, call("forward", norm))
-    arrays |= {"X": h[0] if h else arrays["X"], "RSTD": rstd}
+    call = lambda name, norm: named(name, run(name, norm, placed(name, arrays)))
+    found = call("forward", norm)
+    y = found["Y"]
+    arrays |= {"X": found.get("H", arrays["X"]), "RSTD": found["RSTD"]}
     options = {"eps": EPS, "axes": 1, "out": case.out}
     want, known = reference.round_before_weight(arrays["X"], arrays["SCALE"], **options)
     assert known.mean() > 0.98 and y.dtype == case.out
     assert y[known].tobytes() == want[known].tobytes()
-    (again,) = call("apply", norm)
-    assert np.asarray(again).tobytes() == y.tobytes()
+    assert call("apply", norm)["Y"].tobytes() == y.tobytes()
 
 
 def many_rows(monkeypatch) -> None:

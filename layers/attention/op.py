@@ -49,7 +49,16 @@ class _Share(Kernel):
         self._function = function  # its name in `cudnn`
         super().__init__(name, definition, {})
 
-    def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Spec, order: Order) -> Any:
+    def _lower(
+        self,
+        platform: str | None,
+        ctx: Any,
+        *values: Any,
+        spec: Spec,
+        order: Order,
+        tree: Any,
+    ) -> Any:
+        del tree  # all are there
         if order.names != BLOCKS.names:
             try:
                 return lower(self._by_cudnn(platform, ctx, spec), ctx, *values)

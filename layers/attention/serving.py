@@ -1,4 +1,4 @@
-"""What would compute an attention, said before anything is compiled."""
+"""Names what would compute an attention, before anything is compiled."""
 
 import functools
 import os

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...native import jax_private
 from ...native.implementation import BEST, PLAIN, Order, report
-from ...native.kernel import Body, lower, result_types
+from ...native.kernel import Body, bound, lower, result_types
 from .sharding import Dimensions, Dims, Loose, axes_of, name_callback, shared_by, whole
 
 Results = list[Array]
@@ -69,9 +69,10 @@ class Placement:
     """How the devices of a mesh share an operation.
 
     Attributes:
-      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
-        `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
-        operand, then what a second one adds. Parameters' are `Loose`.
+      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for operands of `ndims`
+        dimensions, None for one that is not there. A result that is not there has None. An
+        operation's dimensions are numbered: first those of its first leading operand, then what a
+        second one adds. Parameters' are `Loose`.
       body: `(spec, split, *operands, order) -> list`: one device's share, on kernels, where the
         first lead is not empty; None for an operation that is plain HLO everywhere, as a tangent.
       leads: the leading operands, one or two; their shardings decide. The first has all rows.
@@ -97,7 +98,7 @@ class Placement:
 
     def dims_of(self, spec: Any, operands: Sequence[Any]) -> Dims:
         """Returns the dimensions of these operands and of the results."""
-        return self.dims(spec, *[operands[lead].ndim for lead in self.leads_of(spec)])
+        return self.dims(spec, *[None if a is None else a.ndim for a in operands])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,9 @@ class Derivative:
 class Op:
     """An operation on global arrays, in functions of its `spec`.
 
-    That is hashable, and all that is known when the operation is traced; that of an operation with
+    Its functions take operands by their names, None for those that a call does not have, and return
+    None for results that are not there; the primitive binds those that are there. `spec` is
+    hashable, and all that is known when the operation is traced; that of an operation with
     a body or `before` has the function the user called, for errors, as its `op`.
 
     Attributes:
@@ -172,18 +175,27 @@ class Op:
         _compile_when_eager(p)
         jax_private.needs_devices.add(p)
         mlir.register_lowering(p, self._lower)
-        rule = self.batching.rule
-        batching.primitive_batchers[p] = functools.partial(rule, self) if rule else self._batch
-        ad.primitive_jvps[p] = self.derivative.jvp or self._plain_jvp
+        batching.primitive_batchers[p] = self._batch
+        ad.primitive_jvps[p] = self._jvp
         if self.derivative.transpose or self.derivative.linear:
-            ad.primitive_transposes[p] = self.derivative.transpose or self._plain_transpose
+            ad.primitive_transposes[p] = self._transpose
         if self.without_last:
             on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
-    def __call__(self, spec: Any, *operands: Array, order: Order = BEST) -> Results:
-        return self.primitive.bind(*operands, spec=spec, order=order)
+    def __call__(self, spec: Any, *operands: Array | None, order: Order = BEST) -> list[Any]:
+        given, tree = jax.tree.flatten(operands)
+        results = self.primitive.bind(*given, spec=spec, order=order, tree=tree)
+        return self._filled(spec, operands, results)
 
-    def plain(self, spec: Any, *operands: Array) -> Results:
+    def _filled(self, spec: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """Returns results in their places, None in those that are empty."""
+        if self.placement is None:
+            return list(results)
+        left = iter(results)
+        outputs = self.placement.dims_of(spec, operands)[1]
+        return [None if dims is None else next(left) for dims in outputs]
+
+    def plain(self, spec: Any, *operands: Array | None) -> list[Any]:
         """Returns the definition's results."""
         if self.definition is None:
             assert self.placement is not None and self.placement.body is not None
@@ -192,36 +204,38 @@ class Op:
             return list(self.placement.body(spec, split, *operands, order=PLAIN))
         return list(self.definition(spec, *operands))
 
-    def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
+    def _abstract_eval(self, *given: Any, spec: Any, order: Order, tree: Any) -> list[Any]:
         del order
+        operands, at = tree.unflatten(given), self.placement
         types = self.types(spec, *operands) if self.types else None
-        at = self.placement
         if types and at is None:
             return list(types)
         if at is None or at.share is not None and types is None:
-            return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
+            return jax.make_jaxpr(bound(self.plain, spec, tree=tree))(*given).out_avals
         if types is None:
-            types = result_types(self.plain, spec, tuple([(a.shape, a.dtype) for a in operands]))
+            of = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
+            types = result_types(self.plain, spec, of)
         inputs, outputs = at.dims_of(spec, operands)
         leads, entries = at.leads_of(spec), {}
         for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
         like = operands[leads[0]]
-        specs = [P(*[entries.get(d) for d in dims]) for dims in outputs]
-        shardings = [NamedSharding(like.sharding.mesh, spec) for spec in specs]
-        return [
-            like.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding)
-            for t, sharding in zip(types, shardings, strict=True)
-        ]
+        mesh, avals = like.sharding.mesh, []
+        for type_, dims in zip(types, outputs, strict=True):
+            if type_ is not None:
+                spec = P(*[entries.get(d) for d in dims])
+                of = {"shape": type_.shape, "dtype": type_.dtype, "weak_type": False}
+                avals.append(like.update(**of, sharding=NamedSharding(mesh, spec)))
+        return avals
 
-    def _lower(self, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
-        avals, at = ctx.avals_in, self.placement
+    def _lower(self, ctx: Any, *values: Any, spec: Any, order: Order, tree: Any) -> Any:
+        avals, at = tree.unflatten(ctx.avals_in), self.placement
         leads = (0,) if at is None else at.leads_of(spec)
         where = where_lowered(ctx, avals[leads[0]])
         if self.before is not None:
             order = self.before(ctx, spec, order)
         lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
-        plain = functools.partial(self.definition or self.plain, spec)
+        plain = bound(self.definition or self.plain, spec, tree=tree)
 
         def shared(whole: Any, share: Any, deciding: Sequence[int], dims: Dims) -> Any:
             context = ctx.module_context.axis_context
@@ -230,25 +244,30 @@ class Op:
             results = lower_as(shared_by(whole, share, deciding, dims, devices))
             # Calls of one name share a callback: it has everything that this depends on.
             of = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
-            shapes = [a.str_short() for a in avals]
+            shapes = [a and a.str_short() for a in avals]
             name_callback(results, f"{self.name}{(spec, order, dims)}{shapes}{of}")
             return results
 
         mixed = avals[leads[0]].sharding.mesh.explicit_axes  # and Auto ones
         if at is not None and at.share is not None and where == _Where() and not mixed:
             share, dims = functools.partial(at.share, spec), at.dims_of(spec, avals)
-            return shared(plain, share, range(len(avals) + len(ctx.avals_out)), dims)
+            return shared(plain, share, range(len(values) + len(ctx.avals_out)), dims)
         if at is None or at.body is None:
             return lower_as(plain)
         if where.plain:
             report(spec.op, where.plain, strict=order.strict, names=order.names)
             return lower_as(plain)
-        inputs, outputs = dims = at.dims_of(spec, avals)
-        body, unsplit = functools.partial(at.body, spec), _split(inputs, leads, avals)
+        inputs, outputs = at.dims_of(spec, avals)
+        unsplit = _split(inputs, leads, avals)
+        dims = (
+            [d for a, d in zip(avals, inputs) if a is not None],
+            [d for d in outputs if d is not None],
+        )
+        body = functools.partial(at.body, order=order)
         # Of two leads the last dimension is summed: results without it are not empty.
         first, summed = avals[leads[0]], len(leads) > 1
         is_empty = 0 in first.shape[: first.ndim - summed]
-        on = lambda split: plain if is_empty else functools.partial(body, split, order=order)
+        on = lambda split: plain if is_empty else bound(body, spec, split, tree=tree)
         if where.single:
             return lower(on(unsplit), ctx, *values)
         undivided: Dimensions = ()
@@ -261,8 +280,8 @@ class Op:
             mapped = jax.shard_map(
                 on(split),
                 mesh=mesh,
-                in_specs=tuple(split.spec(d) for d in inputs),
-                out_specs=[split.spec(d) for d in outputs],
+                in_specs=tuple(split.spec(d) for d in dims[0]),
+                out_specs=[split.spec(d) for d in dims[1]],
                 axis_names=set(where.explicit),
                 check_vma=False,
             )
@@ -271,33 +290,46 @@ class Op:
         def share(sizes: Any, shapes: Any, specs: Sequence[P]) -> Any:
             del shapes
             split = _split(inputs, leads, avals, specs, sizes, undivided)
-            return [split.spec(d) for d in (*inputs, *outputs)], on(split)
+            return [split.spec(d) for d in (*dims[0], *dims[1])], on(split)
 
-        return shared(on(unsplit), share, leads, dims)
+        flat = [sum(a is not None for a in avals[:lead]) for lead in leads]
+        return shared(on(unsplit), share, flat, dims)
 
     def _batch(
-        self, args: Sequence[Array], batched: Sequence[int | None], *, spec: Any, order: Order
-    ) -> tuple[Results, list[int]]:
+        self, given: Any, batched: Any, *, spec: Any, order: Order, tree: Any
+    ) -> tuple[Results, list[Any]]:
+        args, dims = tree.unflatten(given), tree.unflatten(batched)
+        rule = functools.partial(self.batching.rule, self) if self.batching.rule else self._by_rows
+        results, dims = rule(args, dims, spec=spec, order=order)
+        pairs = [pair for pair in zip(results, dims) if pair[0] is not None]
+        return [r for r, _ in pairs], [d for _, d in pairs]
+
+    def _by_rows(
+        self, args: Sequence[Any], batched: Sequence[int | None], *, spec: Any, order: Order
+    ) -> tuple[list[Any], list[Any]]:
         """A batch dimension becomes a dimension of rows, at its place in the lead."""
         size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
         if (placement := self.placement) is not None:
-            leads = placement.leads_of(spec)
-            ndims = [args[i].ndim - (batched[i] is not None) for i in leads]
+            ndims = [None if a is None else a.ndim - (b is not None) for a, b in zip(args, batched)]
             inputs, outputs = placement.dims(spec, *ndims)
-            rows = lambda dims: set(dims) <= set(inputs[leads[0]])
-            is_rows = [not isinstance(d, Loose) and rows(d) for d in inputs]
+            first = placement.leads_of(spec)[0]
+            rows = lambda dims: set(dims) <= set(inputs[first])
+            is_rows = [d is not None and not isinstance(d, Loose) and rows(d) for d in inputs]
             separate = any(b is not None and not row for b, row in zip(batched, is_rows))
             if not separate and not any(isinstance(d, Loose) for d in outputs):
-                at = batched[leads[0]] or 0
-                place = lambda dims: sum(d < at for d in dims)
+                at = batched[first] or 0
+                place = lambda dims: sum(d < at for d in dims or ())
                 moved = [
-                    batch_at(a, b, place(d), size) if row else a
+                    batch_at(a, b, place(d), size) if row and a is not None else a
                     for a, b, d, row in zip(args, batched, inputs, is_rows)
                 ]
                 spec = self.batching.spec(spec, at)
                 inputs, _ = placement.dims_of(spec, moved)
-                lead = moved[leads[0]]
-                moved = [match(a, lead, d) if rows(d) else a for a, d in zip(moved, inputs)]
+                lead: Any = moved[first]
+                moved = [
+                    match(a, lead, d) if a is not None and rows(d) else a
+                    for a, d in zip(moved, inputs)
+                ]
                 return self(spec, *moved, order=order), [place(d) for d in outputs]
         one = functools.partial(self.plain, spec)
         if self.batching.unfused is not None:
@@ -305,9 +337,25 @@ class Op:
         results = jax.vmap(one, tuple(batched), axis_size=size)(*args)
         return list(results), [0] * len(results)
 
+    def _jvp(
+        self, primals: Any, tangents: Any, *, spec: Any, order: Order, tree: Any
+    ) -> tuple[Results, list[Any]]:
+        primals, tangents = tree.unflatten(primals), tree.unflatten(tangents)
+        rule = self.derivative.jvp or self._plain_jvp
+        pairs = zip(*rule(primals, tangents, spec=spec, order=order), strict=True)
+        results, dresults = zip(*[pair for pair in pairs if pair[0] is not None])
+        return list(results), list(dresults)
+
     def _plain_jvp(self, primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
         _, dresults = jvp_along(functools.partial(self.plain, spec), primals, tangents)
         return self(spec, *primals, order=order), dresults
+
+    def _transpose(self, cts: Any, *given: Any, spec: Any, order: Order, tree: Any) -> list[Any]:
+        rule, operands = self.derivative.transpose or self._plain_transpose, tree.unflatten(given)
+        avals = [a.aval if ad.is_undefined_primal(a) else a for a in operands]
+        cts = self._filled(spec, avals, cts)
+        gradients = rule(cts, *operands, spec=spec, order=order)
+        return [g for g, a in zip(gradients, operands) if a is not None]
 
     def _plain_transpose(self, cts: Any, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
@@ -318,7 +366,8 @@ class Op:
             return self.plain(spec, *[given.get(i, a) for i, a in enumerate(operands)])
 
         zeros = [ad.instantiate_zeros(ad.Zero(a)) for a in linear.values()]
-        pulled = jax.vjp(plain, *zeros)[1]([ad.instantiate_zeros(ct) for ct in cts])
+        pull = jax.vjp(plain, *zeros)[1]
+        pulled = pull([None if ct is None else ad.instantiate_zeros(ct) for ct in cts])
         found = dict(zip(linear, pulled))
         return [found.get(i) for i in range(len(operands))]
 
@@ -339,6 +388,11 @@ def jvp_along(
         return function(*[given.get(i, a) for i, a in enumerate(primals)])
 
     return jax.jvp(moved, [primals[i] for i in along], [*along.values()])
+
+
+def all_there(operands: Sequence[Any]) -> Any:
+    """Returns the tree of operands none of which is missing."""
+    return jax.tree.structure((0,) * len(operands))
 
 
 def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:

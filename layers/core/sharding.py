@@ -20,7 +20,7 @@ from ...native.kernel import without_mesh
 
 Results = list[Array]
 Dimensions = tuple[int, ...]
-Dims = tuple[Sequence[Dimensions], Sequence[Dimensions]]
+Dims = tuple[Sequence[Any], Sequence[Any]]
 
 
 def whole(spec: Any, ndim: int) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from ..core.op import (
     Op,
     Placement,
     Split,
+    all_there,
     batch_at,
     match,
     on_unused_results,
@@ -541,8 +542,7 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     are wanted).
     """
 
-    def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
-        del w_ndim
+    def dims(spec: Spec, x_ndim: int, *_: int) -> Dims:
         # The kernel's summed dimension is not x's: as FSDP stores it, it would drive x's.
         x, n, v = tuple(range(x_ndim)), x_ndim, x_ndim + 1
         w = (n, v) if spec.contract == 0 else (v, n)
@@ -668,7 +668,10 @@ def _without_gradients(used: list[bool], eqn: Any) -> Any:
     if any(used[3:]):
         return [True] * len(eqn.invars), eqn
     invars = [*eqn.invars[:3], *eqn.invars[4:]]
-    eqn = eqn.replace(primitive=statistics.primitive, invars=invars, outvars=eqn.outvars[:3])
+    params = {**eqn.params, "tree": all_there(invars)}
+    eqn = eqn.replace(
+        primitive=statistics.primitive, invars=invars, outvars=eqn.outvars[:3], params=params
+    )
     return [True, True, True, False, *[True] * len(invars[3:])], eqn
 
 

@@ -10,7 +10,7 @@ plain JAX, which XLA fuses into one loop itself. Forward mode and higher orders 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +49,6 @@ class Epilogue:
     op: str = "dense"  # the function the user called
     function: Scalar  # the activation
     axes: tuple[int, ...] = (1,)  # the bias's dimensions of z; kernels see (rows, columns)
-    has_up: bool = False
-    has_bias: bool = False
     out_dtype: str = ""  # y's dtype
     with_dbias: bool = False  # a backward also returns the bias's gradient,
     with_value: bool = False  # and y once more
@@ -59,42 +57,40 @@ class Epilogue:
 # ---------------------------------------------------------------- definitions, in plain JAX
 
 
-def _inputs(spec: Epilogue, operands: Any, dtype: jnp.dtype) -> list[Array]:
+def _inputs(spec: Epilogue, z: Array, up: Any, bias: Any, dtype: jnp.dtype) -> list[Array]:
     """`[z + bias]` or `[z + bias, up]`, in `dtype`."""
-    z, *rest = [a.astype(dtype) for a in operands]
-    bias = jnp.zeros((), dtype)
-    if spec.has_bias:
-        bias = jnp.expand_dims(rest[-1], _rows(spec, z.ndim))
-    return [z + bias, *rest[: spec.has_up]]
+    added = jnp.zeros((), dtype)
+    if bias is not None:
+        added = jnp.expand_dims(bias.astype(dtype), _rows(spec, z.ndim))
+    return [z.astype(dtype) + added, *([] if up is None else [up.astype(dtype)])]
 
 
-def _value(spec: Epilogue) -> Callable[..., Array]:
+def _value(spec: Epilogue, z: Array, *up: Array) -> Array:
     """Returns y of `_inputs`."""
-    function = spec.function
-    return (lambda x, up: function(x) * up) if spec.has_up else function
+    return spec.function(z) * up[0] if up else spec.function(z)
 
 
 def _rows(spec: Epilogue, ndim: int) -> list[int]:
     return [d for d in range(ndim) if d not in spec.axes]
 
 
-def define_forward(spec: Epilogue, *operands: Array) -> list[Array]:
-    """`(z[, up][, bias]) -> (y,)`."""
-    dtype = compute_dtype(*(a.dtype for a in operands), spec.out_dtype)
-    return [_value(spec)(*_inputs(spec, operands, dtype)).astype(spec.out_dtype)]
+def define_forward(spec: Epilogue, z: Array, up: Any = None, bias: Any = None) -> list[Array]:
+    """Returns y."""
+    dtype = compute_dtype(*(a.dtype for a in (z, up, bias) if a is not None), spec.out_dtype)
+    return [_value(spec, *_inputs(spec, z, up, bias, dtype)).astype(spec.out_dtype)]
 
 
-def define_backward(spec: Epilogue, dy: Array, *operands: Array) -> list[Array]:
-    """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`; value is y, in dy's dtype."""
-    dtype = compute_dtype(dy.dtype, *(a.dtype for a in operands))
-    y, pull = jax.vjp(_value(spec), *_inputs(spec, operands, dtype))
-    gradients = pull(dy.astype(dtype))
-    results = [d.astype(a.dtype) for d, a in zip(gradients, operands)]
-    if spec.with_dbias:
-        results.append(jnp.sum(gradients[0], _rows(spec, dy.ndim)))
-    if spec.with_value:
-        results.append(y.astype(dy.dtype))
-    return results
+def define_backward(
+    spec: Epilogue, dy: Array, z: Array, up: Any = None, bias: Any = None
+) -> list[Any]:
+    """Returns dz, dup, dbias and value, which is y in dy's dtype."""
+    dtype = compute_dtype(*(a.dtype for a in (dy, z, up, bias) if a is not None))
+    of = functools.partial(_value, spec)
+    y, pull = jax.vjp(of, *_inputs(spec, z, up, bias, dtype))
+    dz, *dup = pull(dy.astype(dtype))
+    dbias = jnp.sum(dz, _rows(spec, dy.ndim)) if spec.with_dbias else None
+    value = y.astype(dy.dtype) if spec.with_value else None
+    return [dz.astype(z.dtype), None if up is None else dup[0].astype(up.dtype), dbias, value]
 
 
 # ---------------------------------------------------------------- kernels, on (rows, columns)
@@ -149,17 +145,18 @@ def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Lay
     return dataclasses.replace(layout, grid_y=grid_y)
 
 
+_OPERANDS = {"forward": ("Z", "UP", "BIAS"), "backward": ("DY", "Z", "UP", "BIAS")}
+_RESULTS = {"forward": ("Y",), "backward": ("DZ", "DUP", "PARTIAL", "VALUE")}
 _PLACES = {"Y": "Z", "DZ": "Z", "DUP": "UP", "VALUE": "DY"}  # what each result is as large as
 
 
-def _on_cuda(kernel: str, target: Target, spec: Epilogue, *arrays: Any) -> list[Array]:
+def _on_cuda(kernel: str, target: Target, spec: Epilogue, *arrays: Any) -> list[Any]:
     """Launches the "forward" or the "backward", of the definition's operands and results."""
     is_backward = kernel == "backward"
-    names = [*["DY"] * is_backward, "Z", *["UP"] * spec.has_up, *["BIAS"] * spec.has_bias]
-    operands = dict(zip(names, arrays, strict=True))
-    of_bias = ["PARTIAL"] * spec.with_dbias
-    gradients = ["DZ", *["DUP"] * spec.has_up, *of_bias, *["VALUE"] * spec.with_value]
-    results: dict[str, Any] = dict.fromkeys(gradients if is_backward else ["Y"])
+    given = zip(_OPERANDS[kernel], [*arrays, None, None])
+    operands = {name: a for name, a in given if a is not None}
+    asked = {"DUP": "UP" in operands, "PARTIAL": spec.with_dbias, "VALUE": spec.with_value}
+    results: dict[str, Any] = {k: None for k in _RESULTS[kernel] if asked.get(k, True)}
     for name in results.keys() & _PLACES.keys():
         like = operands[_PLACES[name]]
         dtype = like.dtype if is_backward else jnp.dtype(spec.out_dtype)
@@ -204,7 +201,7 @@ def _on_cuda(kernel: str, target: Target, spec: Epilogue, *arrays: Any) -> list[
         shared=shared if "PARTIAL" in results else 0,
         ints=(layout.rows, layout.columns),
         aliases={  # each gradient overwrites its array, which is no longer read
-            names.index(_PLACES[name]): i
+            [*operands].index(_PLACES[name]): i
             for i, (name, result) in enumerate(results.items())
             if name not in ("Y", "PARTIAL") and result.dtype == operands[_PLACES[name]].dtype
         },
@@ -212,7 +209,7 @@ def _on_cuda(kernel: str, target: Target, spec: Epilogue, *arrays: Any) -> list[
     named = dict(zip(results, done, strict=True))
     if "PARTIAL" in named:
         named["PARTIAL"] = column_sum(launch, target, named["PARTIAL"])
-    return list(named.values())
+    return [named.get(name) for name in _RESULTS[kernel]]
 
 
 forward_on_cuda = functools.partial(_on_cuda, "forward")
@@ -224,64 +221,67 @@ backward_kernel = Kernel("epilogue_backward", define_backward, {"cuda": backward
 # ---------------------------------------------------------------- one device's share
 
 
-def _flattened(spec: Epilogue, large: Sequence[Array], rest: Sequence[Array]) -> list[Any]:
-    """Returns the spec and operands of a kernel: (rows, columns), the columns being `axes`.
+def _flat(spec: Epilogue, array: Array | None) -> Any:
+    """Returns an array as large as z as (rows, columns), the columns being `axes`.
 
     Without a bias arrays stay as they are.
     """
-    large, bias = [*large, *rest[: spec.has_up]], rest[spec.has_up :]
-    if not spec.axes:
-        return [spec, *large]
-    last = range(large[0].ndim - len(spec.axes), large[0].ndim)
-    moved = [jnp.moveaxis(a, spec.axes, last) for a in large]
-    flat = [a.reshape(math.prod(a.shape[: last.start]), -1) for a in moved]
-    return [replace(spec, axes=(1,)), *flat, *[b.reshape(-1) for b in bias]]
+    if array is None or not spec.axes:
+        return array
+    last = range(array.ndim - len(spec.axes), array.ndim)
+    moved = jnp.moveaxis(array, spec.axes, last)
+    return moved.reshape(math.prod(moved.shape[: last.start]), -1)
 
 
-def _restored(spec: Epilogue, array: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `_flattened`, for an array as large as z."""
-    if not spec.axes:
+def _restored(spec: Epilogue, array: Array | None, shape: tuple[int, ...]) -> Any:
+    """The inverse of `_flat`."""
+    if array is None or not spec.axes:
         return array
     others = [n for d, n in enumerate(shape) if d not in spec.axes]
     array = array.reshape(*others, *[shape[d] for d in spec.axes])
     return jnp.moveaxis(array, range(len(others), len(shape)), spec.axes)
 
 
+def _seen(spec: Epilogue) -> Epilogue:
+    return replace(spec, axes=(1,)) if spec.axes else spec
+
+
 def _forward_body(
-    spec: Epilogue, split: Split, z: Array, *rest: Array, order: Order
+    spec: Epilogue, split: Split, z: Array, up: Any, bias: Any, *, order: Order
 ) -> list[Array]:
     del split
-    (y,) = forward_kernel(*_flattened(spec, [z], rest), order=order)
+    bias = None if bias is None else bias.reshape(-1)
+    flat = _flat(spec, z), _flat(spec, up), bias
+    (y,) = forward_kernel(_seen(spec), *flat, order=order)
     return [_restored(spec, y, z.shape)]
 
 
 def _backward_body(
-    spec: Epilogue, split: Split, dy: Array, z: Array, *rest: Array, order: Order
-) -> list[Array]:
-    results = backward_kernel(*_flattened(spec, [dy, z], rest), order=order)
-    shape = [z.shape[d] for d in spec.axes]
-    results = [
-        r.reshape(shape) if r.ndim == 1 and spec.axes else _restored(spec, r, z.shape)
-        for r in results
-    ]
-    if spec.with_dbias:  # over exactly the mesh axes that the rows use
-        at = 1 + spec.has_up
-        results[at] = split.psum(results[at], _rows(spec, len(split.shape)))
-    return results
+    spec: Epilogue, split: Split, dy: Array, z: Array, up: Any, bias: Any, *, order: Order
+) -> list[Any]:
+    bias = None if bias is None else bias.reshape(-1)
+    flat = *[_flat(spec, a) for a in (dy, z, up)], bias
+    dz, dup, dbias, value = backward_kernel(_seen(spec), *flat, order=order)
+    if dbias is not None:  # over exactly the mesh axes that the rows use
+        dbias = dbias.reshape([z.shape[d] for d in spec.axes])
+        dbias = split.psum(dbias, _rows(spec, len(split.shape)))
+    dz, dup, value = (_restored(spec, a, z.shape) for a in (dz, dup, value))
+    return [dz, dup, dbias, value]
 
 
 # ---------------------------------------------------------------- sharding
 
 
-def _operands(spec: Epilogue, ndim: int) -> tuple[tuple[int, ...], ...]:
-    z = tuple(range(ndim))
-    return (z, *[z] * spec.has_up, *[Loose(spec.axes)] * spec.has_bias)
+def _forward_dims(spec: Epilogue, *ndims: int | None) -> Dims:
+    every = tuple(range(ndims[0] or 0))
+    return (every, every, Loose(spec.axes)), (every,)
 
 
-def _backward_dims(spec: Epilogue, ndim: int) -> Dims:
-    z = tuple(range(ndim))
-    more = [*[z] * spec.has_up, *[Loose(spec.axes)] * spec.with_dbias, *[z] * spec.with_value]
-    return (z, *_operands(spec, ndim)), (z, *more)
+def _backward_dims(spec: Epilogue, *ndims: int | None) -> Dims:
+    operands, (every,) = _forward_dims(spec, *ndims)
+    dup = None if ndims[2] is None else every
+    dbias, value = Loose(spec.axes) if spec.with_dbias else None, every if spec.with_value else None
+    return (every, *operands), (every, dup, dbias, value)
 
 
 def _batched(spec: Epilogue, at: int) -> Epilogue:
@@ -302,10 +302,9 @@ backward = Op(
 def gradients(
     spec: Epilogue, cts: Any, operands: Any, _: Any, wanted: Sequence[bool], *, order: Order
 ) -> list[Any]:
-    """Returns the gradients of `(z[, up][, bias])`, all from one pass."""
-    with_dbias = spec.has_bias and wanted[-1]
-    results = backward(replace(spec, with_dbias=with_dbias), *cts, *operands, order=order)
-    return results + [None] * (len(operands) - len(results))
+    """Returns the gradients of z, up and bias, all from one pass."""
+    asked = replace(spec, with_dbias=operands[2] is not None and wanted[2])
+    return backward(asked, *cts, *operands, order=order)[:3]
 
 
 def _jvp(primals: Any, tangents: Any, *, spec: Epilogue, order: Order) -> Any:
@@ -316,7 +315,7 @@ def _jvp(primals: Any, tangents: Any, *, spec: Epilogue, order: Order) -> Any:
 forward = Op(
     "epilogue",
     define_forward,
-    Placement(lambda spec, ndim: (_operands(spec, ndim), (tuple(range(ndim)),)), _forward_body),
+    Placement(_forward_dims, _forward_body),
     Batching(_batched),
     Derivative(jvp=_jvp),
 )
@@ -359,21 +358,15 @@ def finish_natively(
     if function is None:
         what = "no activation" if activation is None else "an activation that is plain JAX"
         raise NotImplementedError(f"{op}: implementation='native' has no kernel for {what}")
-    spec = Epilogue(
-        op=op,
-        function=function,
-        axes=(),
-        has_up=up is not None,
-        has_bias=bias is not None,
-        out_dtype=jnp.dtype(dtype).name,
-    )
-    operands = [z] if up is None else _alike(z, up)
+    spec = Epilogue(op=op, function=function, axes=(), out_dtype=jnp.dtype(dtype).name)
+    if up is not None:
+        z, up = _alike(z, up)
     if bias is not None:
-        operands[0] = z = vary(z, varying_axes(bias))
+        z = vary(z, varying_axes(bias))
         dims = tuple(range(z.ndim - bias.ndim, z.ndim))
-        operands.append(rounded(match(bias, z, dims), z.dtype))
+        bias = rounded(match(bias, z, dims), z.dtype)
         spec = replace(spec, axes=dims)
-    return forward(spec, *operands, order=order)[0]
+    return forward(spec, z, up, bias, order=order)[0]
 
 
 def _alike(z: Array, up: Array) -> list[Array]:

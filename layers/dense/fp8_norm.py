@@ -19,7 +19,15 @@ from jax import Array
 
 from ...native.implementation import Order
 from ..core.derivative import Function, differentiable
-from ..core.op import Batching, Derivative, Op, equally_varying, jvp_along, on_unused_results
+from ..core.op import (
+    Batching,
+    Derivative,
+    Op,
+    all_there,
+    equally_varying,
+    jvp_along,
+    on_unused_results,
+)
 from ..norm import op as rms_norm
 from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
@@ -28,8 +36,8 @@ from ..quantization.quantize import Codes
 from .fp8 import FORMAT, Marked, derived
 
 
-def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array], Normalised]:
-    """Normalises `args`, which are (x[, residual][, scale][, bias]), for products elsewhere.
+def encode(norm: Norm, args: Sequence[Any], order: Order) -> tuple[list[Array], Normalised]:
+    """Normalises `args`, which are x, residual, scale and bias, for products elsewhere.
 
     Returns:
       `([y][, h], made)`: y and h = x + residual as the norm itself returns them, and codes of y
@@ -37,28 +45,28 @@ def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array]
       it, and one without the gradient of a kernel does not write qt.
     """
     spec = NormCodes(norm, Codes(FORMAT, True, True, norm.op))
-    made = quantized_norm.quantize(spec, *map(jax.lax.stop_gradient, args), order=order)
-    return list(_normalised(norm, order, tuple(args), made.h, made.statistics)), made
+    made = quantized_norm.quantize(spec, *jax.lax.stop_gradient(tuple(args)), order=order)
+    return list(_normalised(norm, order, tuple(args), made.h, (made.mean, made.rstd))), made
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _normalised(
-    norm: Norm, order: Order, args: tuple[Array, ...], h: Array, statistics: list[Array]
+    norm: Norm, order: Order, args: tuple[Any, ...], h: Array, statistics: tuple[Any, Array]
 ) -> tuple[Array, ...]:
     """Returns y, and h where it is a result, for statistics that are there."""
     del statistics
     alone = replace(norm, with_mean=False, with_rstd=False)
     y, *_ = rms_norm.forward(alone, *args, order=order)
-    return (y, h) if norm.has_residual else (y,)
+    return (y,) if args[1] is None else (y, h)
 
 
 @functools.partial(_normalised.defjvp, symbolic_zeros=True)
 def _(norm, order, primals, tangents):
     (args, h, statistics), (dargs, *_) = primals, tangents
     results = _normalised(norm, order, args, h, statistics)
-    h, *statistics = (derived(Codes(op=norm.op), value, *args)[0] for value in (h, *statistics))
+    given, codes = [a for a in args if a is not None], Codes(op=norm.op)
+    kept = [v if v is None else derived(codes, v, *given)[0] for v in (h, *statistics)]
     alone = replace(norm, with_mean=False, with_rstd=False)
-    kept = h, statistics
     return results, tuple(rms_norm.tangents_of(alone, args, dargs, results, kept, order))
 
 
@@ -106,8 +114,9 @@ def _drop_qt(_: list[bool], eqn: Any) -> Any:
     if spec.has_qt:
         reads[3] = False
         vmaps = tuple((*dims[:3], *dims[4:]) for dims in spec.vmaps)
-        params = {**eqn.params, "spec": replace(spec, has_qt=False, vmaps=vmaps)}
         invars = [v for v, read in zip(eqn.invars, reads) if read]
+        changed = {"spec": replace(spec, has_qt=False, vmaps=vmaps), "tree": all_there(invars)}
+        params = {**eqn.params, **changed}
         eqn = eqn.replace(invars=invars, params=params)
     return reads, eqn
 

@@ -162,10 +162,9 @@ def apply_product(
     def native(order: Order) -> Array:
         assert function is not None
         if quantization is None:
-            has_up = up is not None
-            after = Epilogue(op=op, function=function, axes=(), has_up=has_up, out_dtype=dtype)
+            after = Epilogue(op=op, function=function, axes=(), out_dtype=dtype)
             value = Activated(after, order, hidden_sharding)
-            y = product((gate,) if up is None else (gate, up), kernel, value=value, **shared)
+            y = product((gate, up), kernel, value=value, **shared)
         else:
             hidden = finish_natively(op, gate, up, None, activation, dtype, order)
             y = multiply(op, placed(hidden, hidden_sharding), kernel, order=order, **quantized)

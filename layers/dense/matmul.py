@@ -89,16 +89,17 @@ class Activated:
     order: Order
     sharding: jax.P | None = None
 
-    def forward(self, args: Sequence[Array]) -> Array:
-        """Returns the value."""
-        (value,) = epilogue.forward(self.epilogue, *args, order=self.order)
+    def forward(self, args: Sequence[Array | None]) -> Array:
+        """Returns the value of z and up, which may be None."""
+        (value,) = epilogue.forward(self.epilogue, *args, None, order=self.order)
         return placed(value, self.sharding)
 
-    def backward(self, dvalue: Array, args: Sequence[Array], with_value: bool) -> list[Array]:
-        """Returns the gradients of args and, if `with_value`, the value."""
+    def backward(self, dvalue: Array, args: Sequence[Array | None], with_value: bool) -> Any:
+        """Returns the gradients of args and, if `with_value`, the value; else None."""
         dvalue = placed(dvalue, self.sharding)  # and not as the gradient of the layer's output
         spec = dataclasses.replace(self.epilogue, with_value=with_value)
-        return epilogue.backward(spec, dvalue, *args, order=self.order)
+        *gradients, _, value = epilogue.backward(spec, dvalue, *args, None, order=self.order)
+        return gradients, value
 
     def with_batch(self) -> "Activated":
         """Returns the same for args with one more dimension of rows, the first."""
@@ -127,7 +128,7 @@ def matmul(
 
 
 def product(
-    args: tuple[Array, ...],
+    args: tuple[Array, *tuple[Array | None, ...]],
     kernel: Array,
     *,
     value: Activated | None = None,
@@ -247,8 +248,7 @@ class _MatMul(Function):
             labels = f"{one.out},{one.kernel}->{one.x}"
             dargs = [self._product(labels, dy, operand, explicit(like))]
             if self.value is not None:
-                dargs = self.value.backward(dargs[0], args, of_kernel)
-                x = dargs.pop() if of_kernel else x
+                dargs, x = self.value.backward(dargs[0], args, of_kernel)
         elif of_kernel:
             x = self.left(args)
         dargs += [None] * (len(of_args) - len(dargs))
@@ -274,8 +274,8 @@ class _MatMul(Function):
         """The arguments have them, and so has the left operand."""
         if self.product.out_sharding is not None:
             return None
-        has_up = self.value is not None and self.value.epilogue.has_up
-        return (0, -1), [*[0] * (1 + has_up), -1, -1]
+        of_args = [0] if self.value is None else [0, 0]  # z and up
+        return (0, -1), [*of_args, -1, -1]
 
     def with_batch(self) -> "_MatMul":
         """Returns the same of rows with one more dimension, the first."""

@@ -230,8 +230,8 @@ def _definition(loop: Loop, *operands: Array) -> Results:
     return served_by(loop, *operands)
 
 
-def _dims(loop: Loop, ndim: int) -> Dims:
-    whole = tuple(range(ndim))
+def _dims(loop: Loop, *ndims: int) -> Dims:
+    whole = tuple(range(ndims[loop.lead]))
     inputs = [whole if have == whole else Loose(have) for have in loop.placed]
     return inputs, [whole] * len(loop.out)
 

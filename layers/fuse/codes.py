@@ -60,8 +60,8 @@ _SAME_ROWS = frozenset(
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _encode(*args: jax.Array, norm: Any, order: Any) -> Any:
-    return fp8_norm.encode(norm, args, order)
+def _encode(*args: jax.Array, norm: Any, order: Any, tree: Any) -> Any:
+    return fp8_norm.encode(norm, tree.unflatten(args), order)
 
 
 def _multiply(x: jax.Array, codes: Quantized, *operands: jax.Array, marked: fp8.Marked) -> Any:
@@ -90,7 +90,8 @@ def _choose(g: Program, norm: Equation) -> Row:
             else:
                 products[reader] = product
     is_read = lambda v: v in g.results or v in g.readers
-    statistics = norm.outs[1 + norm.params["spec"].has_residual :]
+    _, residual, *_ = norm.params["tree"].unflatten(norm.operands)
+    statistics = norm.outs[1 + (residual is not None) :]
     if not reason and not products:
         reason = _listed("no FP8 product reads it", others)
     if not reason and any(map(is_read, statistics)):
@@ -99,12 +100,13 @@ def _choose(g: Program, norm: Equation) -> Row:
         return Row(g.line(y), what, "", reason)
     g.avals.append(None)  # codes have no type
     g.maker[code := len(g.avals) - 1] = norm
-    spec, order = norm.params["spec"], norm.params["order"]
+    options = {"norm": norm.params["spec"]} | {k: norm.params[k] for k in ("order", "tree")}
 
     def encode(read: Read) -> Sequence[Any]:
-        results, codes = called(_encode, *map(read, norm.operands), norm=spec, order=order)
-        wanted = [spec.with_mean] * spec.centred + [spec.with_rstd]
-        return [*results, *[a for a, want in zip(codes.statistics, wanted) if want], codes]
+        results, codes = called(_encode, *map(read, norm.operands), **options)
+        asked = options["norm"].with_mean, options["norm"].with_rstd
+        known = [a for a, want in zip((codes.mean, codes.rstd), asked) if want and a is not None]
+        return [*results, *known, codes]
 
     def multiply(product: fp8.Marked, operands: Sequence[int], read: Read) -> Sequence[Any]:
         x, *others = map(read, operands)

@@ -412,16 +412,19 @@ def _computed(
 
 def joined(g: Program, made: Equation) -> Site | None:
     """Returns what computes a norm of ours and the addition before it; None without one."""
-    spec, (x, *parameters) = made.params["spec"], made.ins
-    if spec.has_residual or spec.heads or len(added := _added(g, x)) == 1:
+    spec, operands = made.params["spec"], made.params["tree"].unflatten(made.ins)
+    x, residual, *parameters = operands
+    if residual is not None or spec.heads or len(added := _added(g, x)) == 1:
         return None
     aval = g.avals[x]
     n = math.prod(aval.shape[a] for a in spec.axes)
-    reads, both = (*added, *parameters), replace(spec, has_residual=True)
+    every = *added, *parameters
+    reads = tuple([v for v in every if v is not None])
 
     def compute(read: Read) -> Sequence[Any]:
-        y, h, *statistics = op.forward(both, *map(read, reads), order=made.params["order"])
-        return [y, *statistics, h]
+        arrays = [None if v is None else read(v) for v in every]
+        y, h, *statistics = op.forward(spec, *arrays, order=made.params["order"])
+        return [y, *[a for a in statistics if a is not None], h]
 
     what = f"norm {aval.size // max(n, 1)} x {n}, {aval.dtype.name}"
     return Site((*made.outs, x), reads, what, f"{spec.op}{RESIDUAL}", compute=compute)

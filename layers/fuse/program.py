@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImp
 
 from ...native import jax_private
 from ...native.jaxpr import JIT, REMAT, line_of, rebuilt, results_of
+from ...native.kernel import bound
 from ..dense import epilogue
 from ..dense.matmul import product_p, shared
 from .closure import UNKNOWN, Origin
@@ -488,7 +489,7 @@ def inside_of(eqn: Any) -> tuple[Any, str]:
     name, params = eqn.primitive.name, eqn.params
     ours = name == epilogue.forward.primitive.name
     avals = tuple(v.aval for v in eqn.invars)
-    closed = _defined(params["spec"], avals) if ours else params.get("call_jaxpr")
+    closed = _defined(params["spec"], params["tree"], avals) if ours else params.get("call_jaxpr")
     if eqn.effects or closed is None or len(closed.jaxpr.invars) != len(avals):
         return None, ""
     eqns = closed.jaxpr.eqns
@@ -504,11 +505,11 @@ def inside_of(eqn: Any) -> tuple[Any, str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _defined(spec: Any, avals: tuple[Any, ...]) -> Any:
+def _defined(spec: Any, tree: Any, avals: tuple[Any, ...]) -> Any:
     """Returns the definition of an activation of ours; None on Explicit axes."""
     if any(aval.sharding.mesh.explicit_axes for aval in avals):
         return None
-    return jax.make_jaxpr(functools.partial(epilogue.define_forward, spec))(*avals)
+    return jax.make_jaxpr(bound(epilogue.define_forward, spec, tree=tree))(*avals)
 
 
 def is_jaxs_own(eqn: Any) -> bool:

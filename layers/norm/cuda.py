@@ -26,7 +26,15 @@ from .layouts import (
     power_of_two,
     round_up,
 )
-from .spec import PARAMETERS, STATISTICS, Norm
+from .spec import (
+    OPERANDS,
+    PARAMETERS,
+    RESULTS,
+    STATISTICS,
+    Norm,
+    forward_results,
+    results_of,
+)
 
 _MAX_GRID = 2**31 - 1
 _MAX_PARTIAL_BYTES = 64 << 20
@@ -55,61 +63,66 @@ def combined(means: Any, squares: Any, counts: Any) -> tuple[jax.Array, jax.Arra
 
 
 # ---------------------------------------------------------------- bodies
-# Operands and results are those of `Norm.names`.
+# Operands and results are those of the definitions.
 
 
-def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
-    call = Call(target, norm, "forward", (x, *rest))
+def forward(
+    target: Target, norm: Norm, x: Any, residual: Any = None, scale: Any = None, bias: Any = None
+) -> list[Any]:
+    call = Call(target, norm, "forward", (x, residual, scale, bias))
     results = _forward(call)
     if results is not None:
         return results
     h = x
-    if norm.has_residual:
-        h = (x.astype(call.compute) + rest[0].astype(call.compute)).astype(call.results["H"].dtype)
-    *mean, squares = row_statistics(target, norm, h)
+    if residual is not None:
+        h = (x.astype(call.compute) + residual.astype(call.compute)).astype(call.types["H"].dtype)
+    mean, squares = row_statistics(target, norm, h)
     rstd = jax.lax.rsqrt(squares / call.features + norm.eps)
-    (y,) = apply(target, norm, h, *rest[norm.has_residual :], *mean, rstd)
-    return [y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
+    (y,) = apply(target, norm, h, scale, bias, mean, rstd)
+    return [y, *forward_results(norm, residual, h, mean, rstd)]
 
 
-def row_statistics(target: Target, norm: Norm, x: Any) -> list[jax.Array]:
+def row_statistics(target: Target, norm: Norm, x: Any) -> list[Any]:
     call = Call(target, norm, "row_statistics", (x,))
-    *means, squares = _present(_forward(call))
+    means, squares = _found(_forward(call))
     slices = squares.shape[-1] if squares.shape != call.row_shape else 1
-    if not means or slices == 1:
-        return [*means, call.over_slices(squares)]
+    if means is None or slices == 1:
+        return [means, call.over_slices(squares)]
     assert call.layout is not None and call.layout.slices == slices
     counts = np.full((slices, 1), call.layout.tile)  # the last slice may be shorter
     counts[-1] = call.features - (slices - 1) * call.layout.tile
-    parts = combined(means[0].T, squares.T, counts.astype(call.compute))
+    parts = combined(means.T, squares.T, counts.astype(call.compute))
     return [part.reshape(call.row_shape) for part in parts]
 
 
 def apply(target: Target, norm: Norm, *operands: Any) -> list[jax.Array]:
-    return _present(_forward(Call(target, norm, "apply", operands)))
+    return _found(_forward(Call(target, norm, "apply", operands)))
 
 
-def backward(target: Target, norm: Norm, *operands: Any) -> list[jax.Array]:
+def backward(
+    target: Target, norm: Norm, dy: Any, x: Any, scale: Any, mean: Any, rstd: Any, dh: Any = None
+) -> list[Any]:
+    operands = dy, x, scale, mean, rstd, dh
     call = Call(target, norm, "backward", operands)
     results = _backward_in_one_launch(call)
     results = _backward(call, call.features) if results is None else results
     if results is not None:
         return results
-    known = operands[: 2 + norm.has_scale + norm.centred]
-    sums = row_dots(target, norm, *known)
+    sums = row_dots(target, norm, dy, x, scale, mean)
     return backward_apply(target, replace(norm, count=float(call.features)), *operands, *sums)
 
 
-def row_dots(target: Target, norm: Norm, *operands: Any) -> list[jax.Array]:
+def row_dots(target: Target, norm: Norm, *operands: Any) -> list[Any]:
     call = Call(target, norm, "row_dots", operands)
-    return [call.over_slices(sums) for sums in _present(_backward(call, call.features))]
+    found = _found(_backward(call, call.features))
+    return [None if sums is None else call.over_slices(sums) for sums in found]
 
 
 def backward_apply(target: Target, norm: Norm, *operands: Any) -> list[jax.Array]:
-    return _present(_backward(Call(target, norm, "backward_apply", operands), norm.count))
+    return _found(_backward(Call(target, norm, "backward_apply", operands), norm.count))
 
 
-def _present(results: list[jax.Array] | None) -> list[jax.Array]:
+def _found(results: list[Any] | None) -> list[Any]:
     """Returns the results of a kernel that splits a row over blocks, which takes every length."""
     assert results is not None
     return results
@@ -122,12 +135,12 @@ class Call:
     """One launch: operands and results by their names in the kernel, in their order there."""
 
     def __init__(self, target: Target, norm: Norm, kernel: str, operands: Any):
-        names, results = norm.names(kernel)
-        arrays = dict(zip(names, operands, strict=True))
-        for array in operands:
+        arrays = {k: a for k, a in zip(OPERANDS[kernel], operands) if a is not None}
+        results = results_of(kernel, norm, arrays)
+        for array in arrays.values():
             if array.dtype.name not in FLOATING:
                 raise Unsupported(f"no CUDA kernel of norms takes {array.dtype.name}")
-        self.target, self.norm = target, norm
+        self.target, self.norm, self.kernel = target, norm, kernel
         self.name = f"{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}"
         self.compute = compute = jnp.dtype(norm.compute)
         self.operands = {k: a.astype(compute) if k in STATISTICS else a for k, a in arrays.items()}
@@ -142,16 +155,16 @@ class Call:
         if "H" in results:
             dtype["H"] = promoted(x.dtype, arrays["RESIDUAL"].dtype)
         large = [name for name in results if name in dtype]
-        self.results = {k: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype[k])) for k in large}
+        self.types = {k: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype[k])) for k in large}
         row = jax.ShapeDtypeStruct(self.row_shape, compute)
-        self.results |= {name: row for name in results if name in STATISTICS}
+        self.types |= {name: row for name in results if name in STATISTICS}
         self.gradients = [name for name in results if name in PARAMETERS]
 
     @functools.cached_property
     def seen(self) -> Rows:
         """Returns what the search for a layout knows of the call."""
         small = {*STATISTICS, *PARAMETERS}
-        arrays = self.operands | self.results
+        arrays = self.operands | self.types
         sizes = {k: a.dtype.itemsize for k, a in arrays.items() if k not in small}
         return Rows(
             features=self.features,
@@ -163,19 +176,25 @@ class Call:
             whole=self.whole,
             centred=self.norm.centred,
             gradients=len(self.gradients),
-            parameters=len(self.gradients) + self.norm.has_scale,
+            parameters=len(self.gradients) + ("SCALE" in arrays),
             bias="BIAS" in arrays or "DBIAS" in self.gradients,
             read_bytes=sum([sizes.get(name, 0) for name in self.operands]),
         )
+
+    def placed(self, results: dict[str, jax.Array]) -> list[Any]:
+        """Returns results in their places, None for those that there are not."""
+        return [results.get(name) for name in RESULTS[self.kernel]]
 
     def over_slices(self, sums: jax.Array) -> jax.Array:
         """Returns sums over each row, from those over its slices."""
         return sums if sums.shape == self.row_shape else jnp.sum(sums, 1).reshape(self.row_shape)
 
-    def launch(self, source: str, macros: dict[str, Any], layout: RowLayout, **sizes: Any) -> Any:
-        """Launches a kernel; `macros` are those of one source, beside those of every one."""
+    def launch(
+        self, source: str, macros: dict[str, Any], layout: RowLayout, **sizes: Any
+    ) -> dict[str, jax.Array]:
+        """Returns a kernel's results by name; `macros` are those of one source alone."""
         self.layout, threads = layout, layout.threads
-        results, arrays = dict(self.results), self.operands
+        results, arrays = dict(self.types), self.operands
         if not self.whole and layout.slices > 1:  # a statistic for each slice of a row
             struct = jax.ShapeDtypeStruct((self.rows, layout.slices), self.compute)
             results |= {name: struct for name in results if name in STATISTICS}
@@ -198,7 +217,7 @@ class Call:
         }
         types = {"KERNEL": self.name, "COMPUTE_TYPE": CUDA_TYPES[self.compute.name]}
         types |= type_macros(arrays) | type_macros(results)
-        return launch(
+        found = launch(
             source,
             self.name,
             list(arrays.values()),
@@ -210,14 +229,15 @@ class Call:
             ints=(self.rows, *([self.rows // self.examples] if self.examples else [])),
             **sizes,
         )
+        return dict(zip(results, found, strict=True))
 
     def scalars(self, *values: float) -> dict[str, tuple[float, ...]]:
         return {"doubles" if self.compute == jnp.float64 else "floats": values}
 
 
-def _forward(call: Call) -> list[jax.Array] | None:
+def _forward(call: Call) -> list[Any] | None:
     """Launches norm_forward.cu; None where its rows are too long to be held."""
-    norm, normalise = call.norm, "Y" in call.results
+    norm, normalise = call.norm, "Y" in call.types
     layout = forward_layout(call.seen)
     if layout is None:
         return None
@@ -238,18 +258,19 @@ def _forward(call: Call) -> list[jax.Array] | None:
         "NORMALIZE": normalise,
         "CAST_BEFORE": normalise and norm.cast_before,
         "HAS_BIAS": "BIAS" in call.operands,
-        "WITH_MEAN": "MEAN" in call.results,
-        "WITH_RSTD": "RSTD" in call.results,
+        "WITH_MEAN": "MEAN" in call.types,
+        "WITH_RSTD": "RSTD" in call.types,
         "HOLD": layout.hold,
         "THREAD_ROWS": layout.thread_rows,
         "AHEAD": layout.ahead,
     }
     scalars = call.scalars(norm.eps, norm.scale_offset)
     grid = grid, layout.slices
-    return call.launch("norm_forward.cu", macros, layout, grid=grid, shared=shared, **scalars)
+    sizes = {"grid": grid, "shared": shared}
+    return call.placed(call.launch("norm_forward.cu", macros, layout, **sizes, **scalars))
 
 
-def _backward(call: Call, count: float) -> list[jax.Array] | None:
+def _backward(call: Call, count: float) -> list[Any] | None:
     """Launches norm_backward.cu, and the sum over its blocks for dscale and dbias; None where its
     rows are too long to be held. `count` is of the features of whole rows."""
     n, owners, columns = call.features, call.examples or 1, len(call.gradients)
@@ -264,9 +285,9 @@ def _backward(call: Call, count: float) -> list[jax.Array] | None:
         blocks = layout.blocks_for(call.rows // owners)
         grid = owners * max(1, min(blocks, grid // owners))
     if columns:
-        call.results["PARTIAL"] = jax.ShapeDtypeStruct((grid, columns * n), call.compute)
+        call.types["PARTIAL"] = jax.ShapeDtypeStruct((grid, columns * n), call.compute)
     depth, shared = layout.pipeline(call.seen)
-    gradient = "DX" in call.results
+    gradient = "DX" in call.types
     macros = {
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": gradient,
@@ -281,16 +302,17 @@ def _backward(call: Call, count: float) -> list[jax.Array] | None:
     sizes = {"grid": (grid, layout.slices), "shared": shared}
     results = call.launch("norm_backward.cu", macros, layout, **sizes, **scalars)
     if not columns:
-        return results
-    partial = results.pop().reshape(-1, owners * columns * n)
+        return call.placed(results)
+    partial = results.pop("PARTIAL").reshape(-1, owners * columns * n)
     sums = partial[0] if len(partial) == 1 else column_sum(launch, call.target, partial)
     if columns > 1 and owners > 1:  # those of an example are one after another
         sums = sums.reshape(owners, columns, n).swapaxes(0, 1)
     shape = (owners, n) if call.examples else (n,)
-    return [*results, *[one.reshape(shape) for one in jnp.split(sums.reshape(-1), columns)]]
+    parts = [one.reshape(shape) for one in jnp.split(sums.reshape(-1), columns)]
+    return call.placed(results | dict(zip(call.gradients, parts, strict=True)))
 
 
-def _backward_in_one_launch(call: Call) -> list[jax.Array] | None:
+def _backward_in_one_launch(call: Call) -> list[Any] | None:
     """Launches rms_norm_backward_in_one_launch.cu, where rows are few."""
     if call.gradients != ["DSCALE"] or call.norm.centred or call.examples:
         return None
@@ -300,11 +322,12 @@ def _backward_in_one_launch(call: Call) -> list[jax.Array] | None:
         return None
     (layout, lanes), n = chosen, call.features
     columns = lanes * layout.vector  # a block makes dscale of these
-    call.results["DSCALE"] = jax.ShapeDtypeStruct((n,), call.compute)
+    call.types["DSCALE"] = jax.ShapeDtypeStruct((n,), call.compute)
     macros = {"LANES": lanes, "COLUMN_BLOCKS": -(-n // columns)}
     # the sums along a row, or those over rows of each warp
     tile = layout.threads // WARP * columns * call.compute.itemsize
     shared = max(tile, layout.sum_bytes(call.compute, cluster=False))
     sizes = {"grid": macros["COLUMN_BLOCKS"] + layout.blocks_for(call.rows), "shared": shared}
     scalars = call.scalars(call.norm.scale_offset, n)
-    return call.launch("rms_norm_backward_in_one_launch.cu", macros, layout, **sizes, **scalars)
+    source = "rms_norm_backward_in_one_launch.cu"
+    return call.placed(call.launch(source, macros, layout, **sizes, **scalars))

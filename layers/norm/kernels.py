@@ -17,6 +17,7 @@ from ...native.launch import call_host
 from . import cuda
 from .spec import (
     PARAMETERS,
+    RESULTS,
     STATISTICS,
     Norm,
     define_apply,
@@ -25,6 +26,7 @@ from .spec import (
     define_forward,
     define_row_dots,
     define_row_statistics,
+    operands_of,
 )
 
 _WEIGHT = ("centred", "scale_offset", "has_scale")
@@ -41,18 +43,22 @@ _ATTRIBUTES = {  # the C++ handlers take these
 
 
 def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
-    def host(norm: Norm, *operands: Array) -> list[Array]:
-        names, results = norm.names(name)
-        types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
-        values: Any = {attribute: getattr(norm, attribute) for attribute in _ATTRIBUTES[name]}
+    def host(norm: Norm, *operands: Array | None) -> list[Any]:
+        arrays = operands_of(name, operands)
+        of = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
+        types = dict(zip(RESULTS[name], result_types(definition, norm, of), strict=True))
+        flags = {f"has_{word}": word.upper() in arrays for word in ("scale", "bias")}
+        flags["has_residual"] = not {"RESIDUAL", "DH"}.isdisjoint(arrays)
+        values: Any = {k: flags[k] if k in flags else getattr(norm, k) for k in _ATTRIBUTES[name]}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
-        shapes = [_host_shape(norm, *one) for one in zip(results, types)]
-        structs = [jax.ShapeDtypeStruct(s, t.dtype) for s, t in zip(shapes, types)]
-        flat = [_to_host(norm, *one) for one in zip(names, operands)]
+        types = {k: t for k, t in types.items() if t is not None}
+        structs = [jax.ShapeDtypeStruct(_host_shape(norm, k, t), t.dtype) for k, t in types.items()]
+        flat = [_to_host(norm, *pair) for pair in arrays.items()]
         found = call_host(f"normfuse_norm_{name}", flat, structs, **values)
-        return [_from_host(norm, *one) for one in zip(results, found, types)]
+        restored = {k: _from_host(norm, k, a, t) for (k, t), a in zip(types.items(), found)}
+        return [restored.get(k) for k in RESULTS[name]]
 
-    def pallas(platform: str, norm: Norm, *operands: Array) -> list[Array]:
+    def pallas(platform: str, norm: Norm, *operands: Array | None) -> list[Any]:
         from . import pallas  # imported when it is first used
 
         return pallas.run(name, platform, norm, *operands)

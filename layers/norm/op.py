@@ -37,7 +37,6 @@ from ..core.derivative import Function, linear
 from ..core.op import (
     Batching,
     Derivative,
-    Dims,
     Loose,
     Op,
     Placement,
@@ -58,7 +57,9 @@ from .kernels import (
     row_statistics_kernel,
 )
 from .spec import (
+    OPERANDS,
     PARAMETERS,
+    RESULTS,
     STATISTICS,
     Norm,
     add,
@@ -66,6 +67,8 @@ from .spec import (
     centred_of,
     define_backward,
     define_forward,
+    forward_results,
+    results_of,
     rows_of,
     rstd_of,
 )
@@ -176,7 +179,7 @@ def rms_norm_with_rstd(
     [0.283, 0.141]
     """
     options = eps, axis, scale_offset, dtype, implementation, cast
-    y, rstd = _apply("rms_norm_with_rstd", x, scale, bias, *options)
+    y, _, _, rstd = _apply("rms_norm_with_rstd", x, scale, bias, *options)
     return y, rstd
 
 
@@ -236,27 +239,27 @@ def _apply(
     residual: Any = None,
     *,
     centred: bool = False,
-) -> list[Array]:
-    """Returns y, x + residual if there is one, and the statistics; or raises one clear error."""
+) -> list[Any]:
+    """Returns y, x + residual or None, mean and rstd; or raises one clear error."""
     order, x = order_of(op, implementation), floating(op, "x", x)
     axes = dimensions(op, x, axis)
     given = {"scale": scale, "bias": bias}
     given = {name: floating(op, name, a) for name, a in given.items() if a is not None}
-    more = [] if residual is None else [floating(op, "residual", residual)]
+    residual = residual if residual is None else floating(op, "residual", residual)
     out_dtype = floating_dtype(op, dtype, x.dtype)
     eps, offset = finite(op, "eps", eps, least=0), finite(op, "scale_offset", scale_offset)
     if not isinstance(cast, str) or cast not in get_args(Cast):
         raise ValueError(f"{op}: cast must be 'after' or 'before', got {cast!r}")
     heads, parameters = _aligned(op, x, axes, axis, given)
     if heads and scale is None:  # kernels find the owner of a row by its scale
-        parameters, offset = [jnp.zeros_like(parameters[0]), *parameters], 1.0
-    if more and more[0].shape != x.shape:
+        parameters["scale"], offset = jnp.zeros_like(parameters["bias"]), 1.0
+    if residual is not None and residual.shape != x.shape:
         raise ValueError(
-            f"{op}: residual must have x's shape {x.shape}, got {more[0].shape}; "
+            f"{op}: residual must have x's shape {x.shape}, got {residual.shape}; "
             "broadcast it first with jnp.broadcast_to"
         )
-    others = [*more, *parameters]
-    dtypes = {out_dtype, *[a.dtype.name for a in (x, *others)]}
+    operands: list[Any] = [x, residual, parameters.get("scale"), parameters.get("bias")]
+    dtypes = {out_dtype, *[a.dtype.name for a in operands if a is not None]}
     norm = Norm(
         op=op,
         axes=axes,
@@ -265,19 +268,17 @@ def _apply(
         scale_offset=offset,
         out_dtype=out_dtype,
         compute="float64" if "float64" in dtypes else "float32",
-        has_residual=bool(more),
-        has_scale=scale is not None or bool(heads),
-        has_bias=bias is not None,
         cast_before=cast == "before",
         centred=centred,
         with_mean=centred,
         with_rstd=True,
     )
-    lead = vary(x, varying_axes(x, *others))
-    if more and not any(jax.typeof(x).sharding.spec):
-        lead = match(lead, more[0], range(x.ndim))
-    (_, *dims), _ = dims_of("forward", norm, x.ndim)
-    operands = [lead, *[match(a, lead, d) for a, d in zip(others, dims, strict=True)]]
+    lead = vary(x, varying_axes(*operands))
+    if residual is not None and not any(jax.typeof(x).sharding.spec):
+        lead = match(lead, residual, range(x.ndim))
+    dims, _ = dims_of("forward", norm, *[None if a is None else a.ndim for a in operands])
+    operands = [None if a is None else match(a, lead, d) for a, d in zip(operands, dims)]
+    operands[0] = lead
     if order is None:
         return define_forward(norm, *operands)
     return forward(norm, *operands, order=order)
@@ -285,7 +286,7 @@ def _apply(
 
 def _aligned(
     op: str, x: Array, axes: tuple[int, ...], axis: Any, given: dict[str, Array]
-) -> tuple[tuple[int, ...], list[Array]]:
+) -> tuple[tuple[int, ...], dict[str, Array]]:
     """Returns the dimensions of x before `axes` along which parameters differ, and the parameters
     with these dimensions and `axes` alone.
 
@@ -306,14 +307,14 @@ def _aligned(
                 + _remedy(name, value, x, size)
             )
         heads |= {first - count + i for i, n in enumerate(own) if n != 1}
-    dims, parameters = tuple(sorted(heads)), []
+    dims, parameters = tuple(sorted(heads)), {}
     shape = *[x.shape[d] for d in dims], *size
-    for value in given.values():
+    for name, value in given.items():
         if value.shape != shape:
             start = x.ndim - value.ndim
             value = jnp.squeeze(value, [d - start for d in range(start, first) if d not in heads])
             value = jnp.broadcast_to(value, shape)
-        parameters.append(value)
+        parameters[name] = value
     return dims, parameters
 
 
@@ -377,83 +378,93 @@ def local(norm: Norm, **changes: Any) -> Norm:
     return replace(norm, axes=axes, heads=heads, **changes)
 
 
-def forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
-    names, results = norm.names("forward")
-    operands = [seen(norm, name, a) for name, a in zip(names, (x, *rest))]
+def seen_by(kernel: str, norm: Norm, operands: Sequence[Any]) -> list[Any]:
+    """Returns a kernel's operands as it sees them."""
+    pairs = zip(OPERANDS[kernel], operands, strict=True)
+    return [None if a is None else seen(norm, name, a) for name, a in pairs]
+
+
+def restored_of(
+    kernel: str, norm: Norm, values: Sequence[Any], shape: tuple[int, ...]
+) -> list[Any]:
+    """Returns a kernel's results for x of this shape."""
+    pairs = zip(RESULTS[kernel], values, strict=True)
+    return [None if a is None else restored(norm, name, a, shape) for name, a in pairs]
+
+
+def forward_body(norm: Norm, split: Split, *operands: Any, order: Order) -> list[Any]:
+    """Returns y, h, mean and rstd of x, residual, scale and bias."""
+    here, shape = seen_by("forward", norm, operands), operands[0].shape
     if split.over(norm.axes):
-        values = _forward_over_devices(norm, split, operands, order)
+        values = _forward_over_devices(norm, split, *here, order=order)
     else:
-        values = forward_kernel(local(norm), *operands, order=order)
-    return [restored(norm, name, a, x.shape) for name, a in zip(results, values)]
+        values = forward_kernel(local(norm), *here, order=order)
+    return restored_of("forward", norm, values, shape)
 
 
 def _forward_over_devices(
-    norm: Norm, split: Split, operands: list[Array], order: Order
-) -> list[Array]:
+    norm: Norm, split: Split, x: Array, residual: Any, scale: Any, bias: Any, order: Order
+) -> list[Any]:
     """Each device has a part of every row: one exchange between two kernels."""
-    h, *parameters = operands
-    if norm.has_residual:
-        h = add(norm, h, parameters.pop(0))
-    *mean, rstd = statistics_over_devices(norm, split, h, order)
-    y = apply_kernel(local(norm), h, *parameters, *mean, rstd, order=order)
-    return [*y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
+    h = x if residual is None else add(norm, x, residual)
+    mean, rstd = statistics_over_devices(norm, split, h, order)
+    (y,) = apply_kernel(local(norm), h, scale, bias, mean, rstd, order=order)
+    return [y, *forward_results(norm, residual, h, mean, rstd)]
 
 
-def statistics_over_devices(norm: Norm, split: Split, h: Array, order: Order) -> list[Array]:
-    """Returns `[mean,] rstd` of rows of which each device has a part, as kernels see them."""
-    *mean, squares = row_statistics_kernel(local(norm), h, order=order)
-    if norm.centred:
-        own = jnp.stack([*mean, squares])
-        means, parts = jnp.moveaxis(jax.lax.all_gather(own, split.over(norm.axes)), 1, 0)
-        of_all, squares = combined(means, parts, jnp.asarray(h.shape[-1], squares.dtype))
-        mean = [of_all]
-    else:
+def statistics_over_devices(
+    norm: Norm, split: Split, h: Array, order: Order
+) -> tuple[Array | None, Array]:
+    """Returns mean and rstd of rows of which each device has a part, as kernels see them."""
+    mean, squares = row_statistics_kernel(local(norm), h, order=order)
+    if mean is None:
         squares = split.psum(squares, norm.axes)
-    return [*mean, rstd_of(norm, squares, split.count(norm.axes))]
-
-
-def backward_body(
-    norm: Norm,
-    split: Split,
-    dy: Array,
-    x: Array,
-    *rest: Array,
-    order: Order,
-) -> list[Array]:
-    """dx, then what was asked for of dscale and dbias."""
-    names, results = norm.names("backward")
-    operands = [seen(norm, name, a) for name, a in zip(names, (dy, x, *rest))]
-    if split.over(norm.axes):
-        values = _backward_over_devices(norm, split, operands, order)
     else:
-        values = backward_kernel(local(norm), *operands, order=order)
-    dx, *more = [restored(norm, name, a, x.shape) for name, a in zip(results, values)]
+        own = jnp.stack([mean, squares])
+        means, parts = jnp.moveaxis(jax.lax.all_gather(own, split.over(norm.axes)), 1, 0)
+        mean, squares = combined(means, parts, jnp.asarray(h.shape[-1], squares.dtype))
+    return mean, rstd_of(norm, squares, split.count(norm.axes))
+
+
+def backward_body(norm: Norm, split: Split, *operands: Any, order: Order) -> list[Any]:
+    """Returns dx, and those of dscale and dbias that are asked for."""
+    here, x = seen_by("backward", norm, operands), operands[1]
+    if split.over(norm.axes):
+        values = _backward_over_devices(norm, split, here, order)
+    else:
+        values = backward_kernel(local(norm), *here, order=order)
+    dx, *more = restored_of("backward", norm, values, x.shape)
     # dscale and dbias are summed over exactly the mesh axes that the rows use
-    return [dx, *[split.psum(d, _parts(norm, x.ndim)[-2]) for d in more]]
+    rows = _parts(norm, x.ndim)[-2]
+    return [dx, *[None if d is None else split.psum(d, rows) for d in more]]
 
 
 def _backward_over_devices(
-    norm: Norm, split: Split, operands: list[Array], order: Order
-) -> list[Array]:
+    norm: Norm, split: Split, operands: list[Any], order: Order
+) -> list[Any]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
-    here = local(norm, count=float(split.count(norm.axes)))
-    own = row_dots_kernel(here, *operands[: 2 + norm.has_scale + norm.centred], order=order)
-    sums = split.psum(jnp.stack(own), norm.axes)
-    return backward_apply_kernel(here, *operands, *sums, order=order)
+    here, (dy, x, scale, mean, *_) = local(norm, count=float(split.count(norm.axes))), operands
+    sums, dots = row_dots_kernel(here, dy, x, scale, mean, order=order)
+    own = [a for a in (sums, dots) if a is not None]
+    *sums, dots = split.psum(jnp.stack(own), norm.axes)
+    return backward_apply_kernel(here, *operands, *(sums or [None]), dots, order=order)
 
 
 # ---------------------------------------------------------------- sharding
 
 
 @functools.lru_cache(maxsize=1024)
-def dims_of(kernel: str, norm: Norm, ndim: int) -> Dims:
-    """Returns the dimensions of x that operands and results of a kernel have, by their names."""
-    rows = tuple([i for i in range(ndim) if i not in norm.axes])
-    loose = Loose((*norm.heads, *norm.axes))
-    of = dict.fromkeys(STATISTICS, rows) | dict.fromkeys(PARAMETERS, loose)
-    operands, results = norm.names(kernel)
-    of |= {name: tuple(range(ndim)) for name in (*operands, *results) if name not in of}
-    return tuple([of[name] for name in operands]), tuple([of[name] for name in results])
+def dims_of(kernel: str, norm: Norm, *ndims: int | None) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the dimensions of x that a kernel's operands and results have; None without one."""
+    names = {name: n for name, n in zip(OPERANDS[kernel], ndims) if n is not None}
+    every = tuple(range(names["X"]))
+    of: dict[str, Any] = dict.fromkeys(STATISTICS, tuple([i for i in every if i not in norm.axes]))
+    of |= dict.fromkeys(PARAMETERS, Loose((*norm.heads, *norm.axes)))
+    results = results_of(kernel, norm, names)
+    return (
+        tuple([of.get(name, every) if name in names else None for name in OPERANDS[kernel]]),
+        tuple([of.get(name, every) if name in results else None for name in RESULTS[kernel]]),
+    )
 
 
 def batched(norm: Norm, at: int) -> Norm:
@@ -466,26 +477,39 @@ def batched(norm: Norm, at: int) -> Norm:
 
 
 def _bare(norm: Norm, **changes: Any) -> Norm:
-    """The norm without parameters."""
-    return replace(norm, has_scale=False, has_bias=False, heads=(), scale_offset=0.0, **changes)
+    """The norm of an x without parameters."""
+    return replace(norm, heads=(), scale_offset=0.0, **changes)
 
 
-def _forward_unfused(norm: Norm, *operands: Array, order: Order) -> list[Array]:
+def _forward_unfused(
+    norm: Norm, x: Array, residual: Any, scale: Any, bias: Any, *, order: Order
+) -> list[Any]:
     """Normalises on kernels; applies scale and bias of each example's own in plain JAX."""
-    wide, large = against("forward", norm, operands), operands[: 1 + norm.has_residual]
-    y, *others = forward(_bare(norm, out_dtype=norm.compute), *large, order=order)
+    wide = against("forward", norm, (x, residual, scale, bias))
+    bare = _bare(norm, out_dtype=norm.compute)
+    y, *others = forward(bare, x, residual, None, None, order=order)
     y = y * wide["W"]
-    return [(y + wide["BIAS"] if norm.has_bias else y).astype(norm.out_dtype), *others]
+    return [(y if bias is None else y + wide["BIAS"]).astype(norm.out_dtype), *others]
 
 
-def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Order) -> list[Array]:
+def _backward_unfused(
+    norm: Norm,
+    dy: Array,
+    x: Array,
+    scale: Any,
+    mean: Any,
+    rstd: Array,
+    dh: Any = None,
+    *,
+    order: Order,
+) -> list[Any]:
     """dx on kernels, with dy scaled by each example's own scale; the sums in plain JAX."""
-    wide, rows = against("backward", norm, (dy, x, *rest)), rows_of(norm, x)
+    wide, rows = against("backward", norm, (dy, x, scale, mean, rstd, dh)), rows_of(norm, x)
     bare = _bare(norm, with_dscale=False, with_dbias=False)
-    results = backward(bare, wide["DY"] * wide["W"], x, *rest[norm.has_scale :], order=order)
-    if norm.with_dscale:
-        results.append(jnp.sum(wide["DY"] * centred_of(wide) * wide["RSTD"], rows))
-    return results + [jnp.sum(wide["DY"], rows)] * norm.with_dbias
+    dx, *_ = backward(bare, wide["DY"] * wide["W"], x, None, mean, rstd, dh, order=order)
+    normal = centred_of(wide) * wide["RSTD"]
+    dscale = jnp.sum(wide["DY"] * normal, rows) if norm.with_dscale else None
+    return [dx, dscale, jnp.sum(wide["DY"], rows) if norm.with_dbias else None]
 
 
 # ---------------------------------------------------------------- derivative
@@ -493,17 +517,18 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
 
 @dataclasses.dataclass(frozen=True)
 class NormFunction(Function):
-    """A norm as a function (`core.op`) of h, which is x or x + residual, of scale and of bias.
+    """A norm as a function of h, which is x or x + residual, of scale and of bias.
 
-    Kept are `(h, scale or None, statistics)`; results are y, h with a residual, and statistics.
+    Kept are `(h, scale, mean, rstd)`; results are y, h if `with_h`, and statistics.
     """
 
     norm: Norm
     order: Order
+    with_h: bool
 
     def rows(self, kept: Any) -> Any:
         """Parameters have none."""
-        return (0, -1, 0), [0, -1, -1]
+        return (0, -1, 0, 0), [0, -1, -1]
 
     def with_batch(self) -> "NormFunction":
         """Returns the same of rows with one more dimension, the first."""
@@ -511,30 +536,25 @@ class NormFunction(Function):
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
         """Returns that of the definition, which does not depend on the bias."""
-        (h, scale, _), (dh, dscale, dbias) = kept, tangents
-        norm = replace(self.norm, has_residual=False, has_bias=dbias is not None)
+        (h, scale, *_), (dh, dscale, dbias) = kept, tangents
         bias = None if dbias is None else jnp.zeros_like(dbias)
-        pairs = (h, dh), (scale, dscale), (bias, dbias)
-        operands, moving = zip(*[pair for pair in pairs if pair[0] is not None])
-        dy, *more = jvp_along(functools.partial(define_forward, norm), operands, moving)[1]
-        own = [jnp.zeros_like(h) if dh is None else dh] * self.norm.has_residual
-        return [dy, *own, *more]
+        define = functools.partial(define_forward, self.norm)
+        dy, _, *more = jvp_along(define, (h, None, scale, bias), (dh, None, dscale, dbias))[1]
+        own = [jnp.zeros_like(h) if dh is None else dh] * self.with_h
+        return [dy, *own, *[d for d in more if d is not None]]
 
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
         """Returns those of h, scale and bias: y's by the backward, statistics' in plain JAX."""
-        (h, scale, statistics), norm, (dy, *more) = kept, self.norm, cts
-        dh = more.pop(0) if norm.has_residual else None
+        (h, scale, mean, rstd), norm, (dy, *more) = kept, self.norm, cts
+        dh = more.pop(0) if self.with_h else None
         found = [dh, None, None]
         if dy is not None:
-            asked = [like is not None for like in likes[1:]]
-            flags = {"has_residual": dh is not None, "has_bias": False, "with_mean": False}
-            flags |= {"with_rstd": False, "with_dscale": asked[0], "with_dbias": asked[1]}
-            operands = [a for a in (h, scale, *statistics, dh) if a is not None]
-            given = backward(replace(norm, **flags), dy, *operands, order=self.order)
-            found = [given.pop(0) if each else None for each in (True, *asked)]
+            dscale, dbias = (like is not None for like in likes[1:])
+            asked = replace(_without_statistics(norm), with_dscale=dscale, with_dbias=dbias)
+            found = backward(asked, dy, h, scale, mean, rstd, dh, order=self.order)
         if any([ct is not None for ct in more]):
-            bare = _bare(norm, has_residual=False)
-            values, pull = jax.vjp(lambda h: define_forward(bare, h)[1:], h)
+            of_h = lambda h: [a for a in define_forward(_bare(norm), h)[1:] if a is not None]
+            values, pull = jax.vjp(of_h, h)
             zeros = map(jnp.zeros_like, values)
             (along,) = pull([zero if ct is None else ct for zero, ct in zip(zeros, more)])
             found[0] = along if found[0] is None else found[0] + along
@@ -544,35 +564,38 @@ class NormFunction(Function):
         ]
 
 
+def _without_statistics(norm: Norm) -> Norm:
+    return replace(norm, with_mean=False, with_rstd=False)
+
+
 def tangents_of(
     norm: Norm,
-    args: Sequence[Array],
+    args: Sequence[Any],
     dargs: Sequence[Any],
-    results: Sequence[Array],
-    kept: tuple[Array, Sequence[Array]],
+    results: Sequence[Any],
+    kept: Sequence[Any],
     order: Order,
-) -> list[Array]:
-    """Returns the tangents of a norm's results, from those of (x[, residual][, scale][, bias]).
+) -> list[Any]:
+    """Returns the tangents of a norm's results, from those of x, residual, scale and bias.
 
-    `kept` are h = x (+ residual) and the statistics. The tangent takes h, so that its transpose,
-    the backward kernel, adds the gradient of h itself.
+    `kept` are h = x (+ residual), mean and rstd. The tangent takes h, so that its transpose, the
+    backward kernel, adds the gradient of h itself.
     """
-    (h, statistics), large, dh = kept, 1 + norm.has_residual, dargs[0]
-    if norm.has_residual:
-        parts = [t.astype(h.dtype) for t in dargs[:large] if moves(t)]
-        dh = functools.reduce(jnp.add, parts) if parts else None
-    scale, dscale = (args[large], dargs[large]) if norm.has_scale else (None, None)
-    tangents = dh, dscale, dargs[-1] if norm.has_bias else None
-    return linear(NormFunction(norm, order), (h, scale, list(statistics)), tangents, results)
+    (_, residual, scale, _), (h, mean, rstd) = args, kept
+    dx, dresidual, dscale, dbias = dargs
+    if residual is not None:
+        parts = [t.astype(h.dtype) for t in (dx, dresidual) if moves(t)]
+        dx = functools.reduce(jnp.add, parts) if parts else None
+    function = NormFunction(norm, order, residual is not None)
+    given, tree = jax.tree.flatten(list(results))
+    return tree.unflatten(linear(function, (h, scale, mean, rstd), (dx, dscale, dbias), given))
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> Any:
     known = replace(spec, with_mean=spec.centred, with_rstd=True)
-    y, *more = forward(known, *primals, order=order)
-    h, statistics = more[: spec.has_residual], more[spec.has_residual :]
-    wanted = [*[spec.with_mean] * spec.centred, spec.with_rstd]
-    results = [y, *h, *[value for value, want in zip(statistics, wanted) if want]]
-    kept = (*h, primals[0])[0], statistics
+    y, h, mean, rstd = forward(known, *primals, order=order)
+    results = [y, h, mean if spec.with_mean else None, rstd if spec.with_rstd else None]
+    kept = primals[0] if h is None else h, mean, rstd
     return results, tangents_of(spec, primals, tangents, results, kept, order)
 
 

@@ -14,9 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...native.dtypes import FLOATING, promoted
 from ...native.implementation import Unsupported
-from .spec import PARAMETERS, STATISTICS, Norm
+from .spec import PARAMETERS, RESULTS, STATISTICS, Norm, operands_of, results_of
 
-Values = dict[str, Any]  # a block's, by the names of `Norm.names`; and "W", the weight, or 1
+Values = dict[str, Any]  # a block's, by their names; and "W", the weight, or 1
 
 # Elements of a block. A TPU core has 16 MiB for every operand's block twice (one is fetched while
 # the other is used) and the values in between; a backward has five operands, 0.5 MiB each in
@@ -33,7 +33,7 @@ def _sum(values: Any, along: int = 1) -> Any:
 def _forward(norm: Norm, n: int, stored: jnp.dtype, values: Values) -> Values:
     """Returns the results of a block; what is normalised is of dtype `stored`."""
     h, mean = values["X"], []
-    if norm.has_residual:  # the norm is of the rounded sum
+    if "RESIDUAL" in values:  # the norm is of the rounded sum
         h = (h + values["RESIDUAL"]).astype(stored).astype(norm.compute)
     centred = h
     for _ in range(2 * norm.centred):  # the second is what rounding has left
@@ -42,7 +42,7 @@ def _forward(norm: Norm, n: int, stored: jnp.dtype, values: Values) -> Values:
     rstd = lax.rsqrt(_sum(centred * centred) / n + norm.eps)
     normal = centred * rstd
     y = (normal.astype(stored).astype(normal.dtype) if norm.cast_before else normal) * values["W"]
-    y = y + values["BIAS"] if norm.has_bias else y
+    y = y + values["BIAS"] if "BIAS" in values else y
     return {"Y": y, "H": h, "MEAN": sum(mean), "RSTD": rstd}
 
 
@@ -53,21 +53,21 @@ def _backward(norm: Norm, n: int, stored: jnp.dtype, values: Values) -> Values:
     normal, dots = centred * rstd, _sum(g * centred)
     g = g - _sum(g) / n if norm.centred else g
     dx = rstd * (g - normal * (rstd * (dots / n)))
-    dx = dx + values["DH"] if norm.has_residual else dx
+    dx = dx + values["DH"] if "DH" in values else dx
     return {"DX": dx, "DSCALE": _sum(dy * normal, 0), "DBIAS": _sum(dy, 0)}
 
 
-def run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]:
+def run(kernel: str, platform: str, norm: Norm, *operands: Array | None) -> list[Any]:
     """Runs a kernel; raises `Unsupported` for what the platform's kernels do not take."""
     if norm.heads:
         raise Unsupported("Pallas kernels take one scale for all rows")
-    names, results = norm.names(kernel)
-    arrays = dict(zip(names, operands, strict=True))
+    arrays = operands_of(kernel, operands)
+    results = results_of(kernel, norm, arrays)
     x, compute = arrays["X"], jnp.dtype(norm.compute)
     stored = promoted(x.dtype, arrays.get("RESIDUAL", x).dtype)
     types = {"Y": norm.out_dtype, "H": stored, "DX": x.dtype}
     taken = set(FLOATING if platform == "cpu" else ("float32", "bfloat16"))
-    dtypes = {*(a.dtype.name for a in operands), norm.compute, norm.out_dtype}
+    dtypes = {*(a.dtype.name for a in arrays.values()), norm.compute, norm.out_dtype}
     if others := dtypes - taken - {""}:
         raise Unsupported(
             f"Pallas kernels take {', '.join(sorted(taken))} on {platform}, not "
@@ -87,7 +87,7 @@ def run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]
 
     def on_block(*refs: Any) -> None:
         values: Values = {}
-        for name, ref in zip(names, refs):
+        for name, ref in zip(arrays, refs):
             value = ref[...].astype(compute)
             if m % size and name not in PARAMETERS:
                 # zero beyond the matrix: what is there is anything, and would be summed
@@ -98,7 +98,7 @@ def run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]
             values[name] = value
         values["W"] = values["SCALE"] + norm.scale_offset if "SCALE" in values else 1
         values = of_kernel(norm, n, stored, values)
-        for name, ref in zip(results, refs[len(names) :]):
+        for name, ref in zip(results, refs[len(arrays) :]):
             if name in PARAMETERS:
                 zeros = jnp.zeros(ref.shape, ref.dtype)
                 pl.when(pl.program_id(0) == 0)(functools.partial(ref.__setitem__, ..., zeros))
@@ -114,7 +114,7 @@ def run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]
     values = pl.pallas_call(
         on_block,
         grid=(-(-m // size),),
-        in_specs=[placed(name)[1] for name in names],
+        in_specs=[placed(name)[1] for name in arrays],
         out_specs=[placed(name)[1] for name in results],
         out_shape=outs,
         compiler_params=pltpu.CompilerParams(dimension_semantics=order),
@@ -122,4 +122,5 @@ def run(kernel: str, platform: str, norm: Norm, *operands: Array) -> list[Array]
         name=f"pallas_{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}",
     )(*[array.reshape(placed(name)[0]) for name, array in arrays.items()])
     small = {*STATISTICS, *PARAMETERS}
-    return [v.reshape(-1) if name in small else v for name, v in zip(results, values)]
+    found = {k: v.reshape(-1) if k in small else v for k, v in zip(results, values, strict=True)}
+    return [found.get(name) for name in RESULTS[kernel]]

@@ -1,9 +1,8 @@
 """The static parameters of a normalisation, and its definitions in plain JAX."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +26,6 @@ class Norm:
       out_dtype: of y.
       compute: the dtype of the arithmetic: float64 where an operand or a result is, else float32.
       cast_before: whether x̂ is rounded to the dtype of what is normalised before it is multiplied.
-      has_residual: whether x + residual is normalised; in a backward, whether the residual has a
-        gradient of its own, to be added.
-      has_scale, has_bias: whether there is a scale, a bias.
       centred: whether the mean is subtracted first, and rows have two statistics: mean and rstd.
       with_mean, with_rstd, with_dscale, with_dbias: whether these are results.
       count: features of a whole row, where devices have parts of it.
@@ -43,9 +39,6 @@ class Norm:
     out_dtype: str = ""
     compute: str = "float32"
     cast_before: bool = False
-    has_residual: bool = False
-    has_scale: bool = False
-    has_bias: bool = False
     centred: bool = False
     with_mean: bool = False
     with_rstd: bool = False
@@ -53,37 +46,50 @@ class Norm:
     with_dbias: bool = False
     count: float = 0.0
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019 (a few norms, and small)
-    def names(self, kernel: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the operands and the results of a kernel, in order, as sources call them."""
-        scale, bias = ["SCALE"] * self.has_scale, ["BIAS"] * self.has_bias
-        mean, sums = ["MEAN"] * self.centred, [*["SUMS"] * self.centred, "DOTS"]
-        dots = ["DY", "X", *scale, *mean]
-        gradient = [*dots, "RSTD", *["DH"] * self.has_residual]
-        gradients = ["DX", *["DSCALE"] * self.with_dscale, *["DBIAS"] * self.with_dbias]
-        known = [*["MEAN"] * self.with_mean, *["RSTD"] * self.with_rstd]
-        operands, results = {
-            "forward": (
-                ["X", *["RESIDUAL"] * self.has_residual, *scale, *bias],
-                ["Y", *["H"] * self.has_residual, *known],
-            ),
-            "row_statistics": (["X"], [*mean, "SQUARES"]),
-            "apply": (["X", *scale, *bias, *mean, "RSTD"], ["Y"]),
-            "backward": (gradient, gradients),
-            "row_dots": (dots, sums),
-            "backward_apply": ([*gradient, *sums], gradients),
-        }[kernel]
-        return tuple(operands), tuple(results)
 
-
+# The operands and the results of each kernel, in order, as sources call them. A call may lack
+# RESIDUAL, SCALE, BIAS, MEAN (norms that are not centred have none, nor SUMS), and DH, the gradient
+# of x + residual itself. It has those of MEAN, RSTD, DSCALE and DBIAS that are asked for.
+_GRADIENT = ("DY", "X", "SCALE", "MEAN", "RSTD", "DH")
+_GRADIENTS = ("DX", "DSCALE", "DBIAS")
+OPERANDS = {
+    "forward": ("X", "RESIDUAL", "SCALE", "BIAS"),
+    "row_statistics": ("X",),
+    "apply": ("X", "SCALE", "BIAS", "MEAN", "RSTD"),
+    "backward": _GRADIENT,
+    "row_dots": ("DY", "X", "SCALE", "MEAN"),
+    "backward_apply": (*_GRADIENT, "SUMS", "DOTS"),
+}
+RESULTS = {
+    "forward": ("Y", "H", "MEAN", "RSTD"),
+    "row_statistics": ("MEAN", "SQUARES"),
+    "apply": ("Y",),
+    "backward": _GRADIENTS,
+    "row_dots": ("SUMS", "DOTS"),
+    "backward_apply": _GRADIENTS,
+}
 STATISTICS = ("MEAN", "RSTD", "SQUARES", "SUMS", "DOTS")  # one of each row, in the compute type
 PARAMETERS = ("SCALE", "BIAS", "DSCALE", "DBIAS")
 
 
+def operands_of(kernel: str, operands: Sequence[Any]) -> dict[str, Any]:
+    """Returns the operands that there are, by name."""
+    pairs = zip(OPERANDS[kernel], operands)  # a call may leave out the last ones
+    return {name: a for name, a in pairs if a is not None}
+
+
+def results_of(kernel: str, norm: Norm, names: Container[str]) -> tuple[str, ...]:
+    """Returns the names of the results that there are of operands with these names."""
+    found = {"H": "RESIDUAL" in names, "SUMS": norm.centred, "RSTD": norm.with_rstd}
+    found |= {"MEAN": norm.centred and (norm.with_mean or kernel == "row_statistics")}
+    found |= {"DSCALE": norm.with_dscale, "DBIAS": norm.with_dbias}
+    return tuple([name for name in RESULTS[kernel] if found.get(name, True)])
+
+
 # ---------------------------------------------------------------- definitions
-# In plain JAX; every kernel is held to these. Operands and results are those of `Norm.names`:
-# parameters have the shape of the normalised axes, in increasing order, after that of the heads;
-# statistics that of all but the normalised axes of x.
+# In plain JAX; every kernel is held to these. None is no operand, and no result. Parameters have
+# the shape of the normalised axes, in increasing order, after that of the heads; statistics that of
+# all but the normalised axes of x.
 
 
 def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
@@ -91,10 +97,10 @@ def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
     return tuple([i for i in range(x.ndim) if i not in (*norm.heads, *norm.axes)])
 
 
-def against(kernel: str, norm: Norm, operands: Sequence[Array]) -> dict[str, Array]:
+def against(kernel: str, norm: Norm, operands: Sequence[Any]) -> dict[str, Array]:
     """Returns the operands by name, in the compute type and broadcast against x; and "W", scale +
     scale_offset, or 1 without a scale."""
-    arrays = dict(zip(norm.names(kernel)[0], operands, strict=True))
+    arrays = operands_of(kernel, operands)
     rows, compute = rows_of(norm, arrays["X"]), jnp.dtype(norm.compute)
     new: dict[str, Any] = dict.fromkeys(STATISTICS, norm.axes)
     new |= dict.fromkeys(PARAMETERS, rows)
@@ -103,17 +109,17 @@ def against(kernel: str, norm: Norm, operands: Sequence[Array]) -> dict[str, Arr
     return wide | {"W": wide["SCALE"] + offset if "SCALE" in wide else jnp.ones((), compute)}
 
 
-def statistics_of(norm: Norm, wide: Array) -> tuple[Array, list[Array], Array]:
-    """Returns x − mean, [mean] and Σ (x − mean)² of each row; if not centred x, [] and Σ x²."""
+def statistics_of(norm: Norm, wide: Array) -> tuple[Array, Array | None, Array]:
+    """Returns x − mean, mean and Σ (x − mean)² of each row; if not centred x, None and Σ x²."""
     if not norm.centred:
-        return wide, [], jnp.sum(wide * wide, norm.axes)
+        return wide, None, jnp.sum(wide * wide, norm.axes)
     # Rounding moves a mean that is large: what is left of it is the mean of the differences. No
     # derivative is lost, for the mean of differences to any constant has that of the mean.
     rough = jax.lax.stop_gradient(jnp.mean(wide, norm.axes))
     apart = wide - jnp.expand_dims(rough, norm.axes)
     rest = jnp.mean(apart, norm.axes)
     centred = apart - jnp.expand_dims(rest, norm.axes)
-    return centred, [rough + rest], jnp.sum(centred * centred, norm.axes)
+    return centred, rough + rest, jnp.sum(centred * centred, norm.axes)
 
 
 def rstd_of(norm: Norm, squares: Array, count: int) -> Array:
@@ -139,49 +145,88 @@ def add(norm: Norm, x: Array, residual: Array) -> Array:
 def scaled(norm: Norm, wide: dict[str, Array], normal: Array, dtype: Any) -> Array:
     """Returns x̂ · w + bias, with x̂ rounded to `dtype` if `cast_before`."""
     y = (rounded(normal, dtype) if norm.cast_before else normal) * wide["W"]
-    return (y + wide["BIAS"] if norm.has_bias else y).astype(norm.out_dtype)
+    return (y + wide["BIAS"] if "BIAS" in wide else y).astype(norm.out_dtype)
 
 
-def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    wide = against("forward", norm, (x, *rest))
-    h = add(norm, x, rest[0]) if norm.has_residual else x
+def define_forward(
+    norm: Norm,
+    x: Array,
+    residual: Array | None = None,
+    scale: Array | None = None,
+    bias: Array | None = None,
+) -> list[Any]:
+    """Returns y, h = x + residual, mean and rstd."""
+    wide = against("forward", norm, (x, residual, scale, bias))
+    h = x if residual is None else add(norm, x, residual)
     centred, mean, squares = statistics_of(norm, h.astype(norm.compute))
     rstd = rstd_of(norm, squares, math.prod(x.shape[a] for a in norm.axes))
     y = scaled(norm, wide, centred * jnp.expand_dims(rstd, norm.axes), h.dtype)
-    return [y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
+    return [y, *forward_results(norm, residual, h, mean, rstd)]
 
 
-def define_row_statistics(norm: Norm, x: Array) -> list[Array]:
-    _, mean, squares = statistics_of(norm, x.astype(norm.compute))
-    return [*mean, squares]
+def forward_results(norm: Norm, residual: Any, h: Any, mean: Any, rstd: Any) -> list[Any]:
+    """Returns the forward's results beside y, as far as they are asked for."""
+    known = mean if norm.with_mean else None, rstd if norm.with_rstd else None
+    return [None if residual is None else h, *known]
 
 
-def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    wide = against("apply", norm, (x, *rest))
+def define_row_statistics(norm: Norm, x: Array) -> list[Any]:
+    """Returns the mean and the sum of squared differences of each row."""
+    return [*statistics_of(norm, x.astype(norm.compute))[1:]]
+
+
+def define_apply(
+    norm: Norm, x: Array, scale: Array | None, bias: Array | None, mean: Array | None, rstd: Array
+) -> list[Array]:
+    """Returns y of rows whose statistics are known."""
+    wide = against("apply", norm, (x, scale, bias, mean, rstd))
     return [scaled(norm, wide, centred_of(wide) * wide["RSTD"], x.dtype)]
 
 
-def define_row_dots(norm: Norm, *operands: Array) -> list[Array]:
-    wide = against("row_dots", norm, operands)
+def define_row_dots(
+    norm: Norm, dy: Array, x: Array, scale: Array | None, mean: Array | None
+) -> list[Any]:
+    """Returns Σ g, of a centred norm, and Σ g · (x − mean) of each row."""
+    wide = against("row_dots", norm, (dy, x, scale, mean))
     g = wide["DY"] * wide["W"]
-    sums = [jnp.sum(g, norm.axes) for _ in range(norm.centred)]
-    return [*sums, jnp.sum(g * centred_of(wide), norm.axes)]
+    sums = jnp.sum(g, norm.axes) if norm.centred else None
+    return [sums, jnp.sum(g * centred_of(wide), norm.axes)]
 
 
-def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """Sums and dots are what `define_row_dots` gives of the whole row."""
-    wide, rows = against("backward_apply", norm, (dy, x, *rest)), rows_of(norm, x)
-    rstd, count = wide["RSTD"], jnp.asarray(norm.count, norm.compute)
-    normal, g = centred_of(wide) * rstd, wide["DY"] * wide["W"]
+def define_backward_apply(
+    norm: Norm,
+    dy: Array,
+    x: Array,
+    scale: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    dh: Array | None,
+    sums: Array | None,
+    dots: Array,
+) -> list[Any]:
+    """Returns dx, dscale and dbias; `sums` and `dots` are `define_row_dots`' of the whole row."""
+    wide = against("backward_apply", norm, (dy, x, scale, mean, rstd, dh, sums, dots))
+    wide_rstd, count = wide["RSTD"], jnp.asarray(norm.count, norm.compute)
+    normal, g = centred_of(wide) * wide_rstd, wide["DY"] * wide["W"]
     g = g - wide["SUMS"] / count if norm.centred else g
     # x̂ · rstd · mean in an order that rstd³ cannot overflow or vanish in
-    dx = rstd * (g - normal * (rstd * (wide["DOTS"] / count)))
-    dx = (dx + wide["DH"] if norm.has_residual else dx).astype(x.dtype)
-    dscale = [jnp.sum(wide["DY"] * normal, rows) for _ in range(norm.with_dscale)]
-    return [dx, *dscale, *[jnp.sum(wide["DY"], rows) for _ in range(norm.with_dbias)]]
+    dx = wide_rstd * (g - normal * (wide_rstd * (wide["DOTS"] / count)))
+    dx = (dx if dh is None else dx + wide["DH"]).astype(x.dtype)
+    rows = rows_of(norm, x)
+    dscale = jnp.sum(wide["DY"] * normal, rows) if norm.with_dscale else None
+    return [dx, dscale, jnp.sum(wide["DY"], rows) if norm.with_dbias else None]
 
 
-def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    sums = define_row_dots(norm, dy, x, *rest[: norm.has_scale + norm.centred])
+def define_backward(
+    norm: Norm,
+    dy: Array,
+    x: Array,
+    scale: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    dh: Array | None = None,
+) -> list[Any]:
+    """Returns dx, dscale and dbias; `dh` is added to dx."""
+    sums = define_row_dots(norm, dy, x, scale, mean)
     known = replace(norm, count=math.prod(x.shape[a] for a in norm.axes))
-    return define_backward_apply(known, dy, x, *rest, *sums)
+    return define_backward_apply(known, dy, x, scale, mean, rstd, dh, *sums)

@@ -265,7 +265,7 @@ def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list
     return [*results, *(bound.reshape(()) for bound in (*limits, h))]
 
 
-def _hidden_dims(spec: Gated, ndim: int) -> Dims:
+def _hidden_dims(spec: Gated, ndim: int, *_: int) -> Dims:
     names = *_results(spec, gradient=False), *["scale"] * 3
     return _dims(["q"] * (1 + spec.has_up), ndim), _dims(names, ndim)
 
@@ -283,7 +283,7 @@ def _hidden_gradients(
     return _restored(results, _results(spec, gradient=True), dh)
 
 
-def _gradient_dims(spec: Gated, ndim: int) -> Dims:
+def _gradient_dims(spec: Gated, ndim: int, *_: int) -> Dims:
     names = "q", *("q", "scale") * (1 + spec.has_up), *["scale"] * 3
     return _dims(names, ndim), _dims(_results(spec, gradient=True), ndim)
 

@@ -38,7 +38,7 @@ from ..core.op import (
 from ..norm import op as rms_norm
 from ..norm.kernels import apply_kernel, forward_kernel, row_statistics_kernel
 from ..norm.layouts import MAX_CLUSTER, REGISTERS, threads_for
-from ..norm.spec import Norm, add, rstd_of
+from ..norm.spec import Norm, add, forward_results, operands_of, rstd_of
 from .quantize import (
     COLUMNS,
     INPUTS,
@@ -85,22 +85,28 @@ def shares_rows(norm: Norm, shape: Any) -> bool:
 # Arrays have the layout of the norm's own kernels, except codes, which are (rows, n).
 
 
-def _bound(norm: Norm, parameters: list[Array], features: int) -> Array:
+def _bound(norm: Norm, scale: Array | None, bias: Array | None, features: int) -> Array:
     """A bound on |y|, (1,) float32: the same bits on every platform."""
-    bound, given = jnp.sqrt(jnp.float32(features)), list(parameters)
-    if norm.has_scale:
-        weight = given.pop(0).astype(jnp.float32) + jnp.float32(norm.scale_offset)
-        bound = bound * jnp.abs(weight)
-    if norm.has_bias:
-        bound = bound + jnp.abs(given.pop().astype(jnp.float32))
+    bound = jnp.sqrt(jnp.float32(features))
+    if scale is not None:
+        bound = bound * jnp.abs(scale.astype(jnp.float32) + jnp.float32(norm.scale_offset))
+    if bias is not None:
+        bound = bound + jnp.abs(bias.astype(jnp.float32))
     return jnp.max(bound).reshape(1)
 
 
-def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Array) -> list[Array]:
+def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Any) -> list[Any]:
     """Normalises into float32 (y, then the other results), and encodes y."""
     *given, bound = operands
     y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
-    return [*cast(spec.codes, y.reshape(-1, y.shape[-1]), bound), *others]
+    codes = cast(spec.codes, y.reshape(-1, y.shape[-1]), bound)
+    return [*_placed(codes, spec.codes.results), *others]
+
+
+def _placed(values: Sequence[Any], there: Sequence[bool]) -> list[Any]:
+    """Returns values in their places, None in those that are empty."""
+    left = iter(values)
+    return [next(left) if each else None for each in there]
 
 
 # ---------------------------------------------------------------- kernels
@@ -162,8 +168,11 @@ def shared_bytes(
 
 def _launch(
     target: Target, spec: NormCodes, chosen: CastLayout, operands: dict[str, Array], eps: float
-) -> list[Array]:
-    """Launches quantize_norm.cu for operands by their names there."""
+) -> list[Any]:
+    """Launches quantize_norm.cu for operands by their names there.
+
+    Returns q, qt and the codes' scale, and if it computes statistics h, mean and rstd.
+    """
     norm, codes, x = spec.norm, spec.codes, operands["X"]
     *row_shape, columns = x.shape
     rows, statistics = math.prod(row_shape), "RSTD" not in operands
@@ -189,7 +198,7 @@ def _launch(
         shares &= not norm.heads
         shared = held(width * shares)
     tokens = [x.shape[1]] if norm.heads and parameters else []
-    return launch(
+    found = launch(
         "quantize_norm.cu",
         name,
         list(operands.values()),
@@ -203,11 +212,11 @@ def _launch(
             "STATISTICS": int(statistics),
             "CLUSTER": blocks,
             "HAS_RESIDUAL": int("RESIDUAL" in operands),
-            "HAS_SCALE": int(norm.has_scale),
-            "HAS_BIAS": int(norm.has_bias),
+            "HAS_SCALE": int("SCALE" in operands),
+            "HAS_BIAS": int("BIAS" in operands),
             "PER_EXAMPLE": len(tokens),
             "SHARED_PARAMETERS": int(shares),
-            "HAS_OFFSET": int(norm.has_scale and norm.scale_offset != 0),
+            "HAS_OFFSET": int("SCALE" in operands and norm.scale_offset != 0),
         },
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
@@ -216,47 +225,43 @@ def _launch(
         ints=(rows, columns, chosen.group, *tokens),
         floats=(eps, norm.scale_offset, 1 / columns),
     )
+    return _placed(found, (*codes.results, *("H" in types, norm.centred, True) * statistics))
 
 
-def _named(norm: Norm, kernel: str, operands: Sequence[Array]) -> dict[str, Array]:
-    return dict(zip([*norm.names(kernel)[0], "BOUND"], operands, strict=True))
+def _named(kernel: str, operands: Sequence[Any]) -> dict[str, Array]:
+    return operands_of(kernel, operands[:-1]) | {"BOUND": operands[-1]}
 
 
-def _apart_on_cuda(
-    kernel: Kernel, target: Target, spec: NormCodes, *operands: Array
-) -> list[Array]:
+def _apart_on_cuda(kernel: Kernel, target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
     """The norm's kernel, and then the quantizer's."""
     normalise = functools.partial(kernel.bodies["cuda"], target)
     return _norm_and_cast(normalise, functools.partial(cuda_cast, target), spec, *operands)
 
 
-def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
+def cuda_codes(target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
     """The norm and its codes on a GPU: one launch, or one for sums over rows before it."""
-    norm, given = spec.norm, _named(spec.norm, "forward", operands)
+    norm, given = spec.norm, _named("forward", operands)
     x = given["X"]
     if not shares_rows(norm, x.shape):
         return _apart_on_cuda(forward_kernel, target, spec, *operands)
     stored, n = promoted(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[-1]
-    of = {"has_residual": norm.has_residual, "centred": norm.centred}
+    of = {"has_residual": "RESIDUAL" in given, "centred": norm.centred}
     chosen = layout(n, stored.itemsize, target, **of)
     if chosen:
         return _launch(target, spec, chosen, given, norm.eps)
-    h = x
-    if norm.has_residual:
-        h = add(norm, x, given.pop("RESIDUAL"))
-    *mean, squares = row_statistics_kernel.bodies["cuda"](target, norm, h)
-    statistics = [*mean, rstd_of(norm, squares, n)]
-    _, *parameters, bound = given.values()
-    codes = cuda_apply(target, spec, h, *parameters, *statistics, bound)
-    return [*codes, *[h] * norm.has_residual, *statistics]
+    _, residual, scale, bias, bound = operands
+    h = x if residual is None else add(norm, x, residual)
+    mean, squares = row_statistics_kernel.bodies["cuda"](target, norm, h)
+    rstd = rstd_of(norm, squares, n)
+    codes = cuda_apply(target, spec, h, scale, bias, mean, rstd, bound)
+    return [*codes, *forward_results(norm, residual, h, mean, rstd)]
 
 
-def cuda_apply(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
+def cuda_apply(target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
     """The same for rows whose statistics are known."""
-    alone = replace(spec.norm, has_residual=False)
-    if not shares_rows(alone, operands[0].shape):
+    given = _named("apply", operands)
+    if not shares_rows(spec.norm, given["X"].shape):
         return _apart_on_cuda(apply_kernel, target, spec, *operands)
-    given = _named(alone, "apply", operands)
     return _launch(target, spec, CastLayout(batch=4, min_blocks=4), given, 0.0)
 
 
@@ -268,53 +273,49 @@ def _kernel(name: str, kernel: Kernel, cuda: Any) -> Kernel:
 
 
 codes_kernel = _kernel("quantize_norm", forward_kernel, cuda_codes)
-"""`(x[, residual][, scale][, bias], bound) -> ([q,] [qt,] scale (1,)[, h][, mean], rstd)`."""
+"""`(x, residual, scale, bias, bound) -> (q, qt, code scale (1,), h, mean, rstd)`."""
 apply_codes_kernel = _kernel("quantize_norm_apply", apply_kernel, cuda_apply)
-"""`(h[, scale][, bias][, mean], rstd, bound) -> ([q,] [qt,] scale (1,))`."""
+"""`(h, scale, bias, mean, rstd, bound) -> (q, qt, code scale (1,))`."""
 
 
 # ---------------------------------------------------------------- the operation on global arrays
 
 
-def _restored(spec: NormCodes, x: Array, results: Any) -> list[Array]:
-    """The results for an array of any number of dimensions; codes as bytes."""
-    *rows, n = x.shape
-    shapes = [x.shape] * spec.codes.has_q + [(n, *rows)] * spec.codes.has_qt
-    codes = [as_bytes(c.reshape(s)) for c, s in zip(results, shapes)]
-    scale, *others = results[len(codes) :]
-    shapes = [x.shape] * spec.norm.has_residual + [tuple(rows)] * (1 + spec.norm.centred)
-    return [*codes, scale.reshape(()), *[a.reshape(s) for a, s in zip(others, shapes)]]
-
-
-def _seen(spec: NormCodes, operands: Any) -> tuple[NormCodes, list[Array], list[Array]]:
-    """The spec, x and residual, scale and bias as kernels see them."""
-    norm, large = spec.norm, 1 + spec.norm.has_residual
-    names, _ = norm.names("forward")
-    arrays = [rms_norm.seen(norm, name, a) for name, a in zip(names, operands)]
-    return replace(spec, norm=rms_norm.local(norm)), arrays[:large], arrays[large:]
-
-
-def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list[Array]:
-    """`(x[, residual][, scale][, bias]) -> ([q,] [qt,] scale ()[, h][, mean], rstd)`."""
-    x, norm = operands[0], spec.norm
-    here, large, parameters = _seen(spec, operands)
-    bound = _bound(norm, parameters, split.count(norm.axes))
+def _body(
+    spec: NormCodes,
+    split: Split,
+    x: Array,
+    residual: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    *,
+    order: Order,
+) -> list[Any]:
+    """Returns codes of any number of dimensions as bytes, their scale (), h, mean and rstd."""
+    norm, here = spec.norm, replace(spec, norm=rms_norm.local(spec.norm))
+    h, residual, scale, bias = rms_norm.seen_by("forward", norm, (x, residual, scale, bias))
+    bound = _bound(norm, scale, bias, split.count(norm.axes))
     bound = split.pmax(bound, (*norm.heads, *norm.axes))
-    call = lambda kernel, *args: kernel(here, *args, order=order)
     if not split.over(norm.axes):
-        return _restored(spec, x, call(codes_kernel, *large, *parameters, bound))
-    h = large[0]
-    if norm.has_residual:
-        h = add(norm, h, large[1])
-    statistics = rms_norm.statistics_over_devices(norm, split, h, order)
-    codes = call(apply_codes_kernel, h, *parameters, *statistics, bound)
-    return _restored(spec, x, [*codes, *[h] * norm.has_residual, *statistics])
+        found = codes_kernel(here, h, residual, scale, bias, bound, order=order)
+    else:
+        h = h if residual is None else add(norm, h, residual)
+        mean, rstd = rms_norm.statistics_over_devices(norm, split, h, order)
+        codes = apply_codes_kernel(here, h, scale, bias, mean, rstd, bound, order=order)
+        found = [*codes, *forward_results(norm, residual, h, mean, rstd)]
+    *rows, n = x.shape
+    q, qt, code_scale, h, mean, rstd = found
+    reshaped = lambda a, *shape: None if a is None else a.reshape(shape)
+    as_codes = lambda a, *shape: None if a is None else as_bytes(a.reshape(shape))
+    statistics = reshaped(mean, *rows), reshaped(rstd, *rows)
+    codes = as_codes(q, *x.shape), as_codes(qt, n, *rows), code_scale.reshape(())
+    return [*codes, reshaped(h, *x.shape), *statistics]
 
 
-def _dims(spec: NormCodes, ndim: int) -> Dims:
-    *rows, last = range(ndim)
-    inputs, (every, *others) = rms_norm.dims_of("forward", spec.norm, ndim)
-    codes = [every] * spec.codes.has_q + [(last, *rows)] * spec.codes.has_qt
+def _dims(spec: NormCodes, *ndims: int | None) -> Dims:
+    inputs, (every, *others) = rms_norm.dims_of("forward", spec.norm, *ndims)
+    *rows, last = every
+    codes = every if spec.codes.has_q else None, (last, *rows) if spec.codes.has_qt else None
     return inputs, [*codes, (), *others]
 
 
@@ -324,16 +325,18 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: NormCodes, order: Order) -> An
     Arrays vmapped over scales have one code scale each.
     """
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    large, at = 1 + spec.norm.has_residual, len(spec.norm.heads)
-    if any(d is not None for d in dims[large:]):
+    (x, residual, *parameters), at = args, len(spec.norm.heads)
+    if any(d is not None for d in dims[2:]):
         results = jax.vmap(lambda *one: op.plain(spec, *one), tuple(dims), axis_size=size)(*args)
         return results, [0] * len(results)
-    moved = [batch_at(a, d, at, size) for a, d in zip(args[:large], dims)]
-    moved = [match(a, moved[0], range(a.ndim)) for a in moved]
+    x = batch_at(x, dims[0], at, size)
+    if residual is not None:
+        residual = match(batch_at(residual, dims[1], at, size), x, range(x.ndim))
     spec = replace(spec, norm=rms_norm.batched(spec.norm, at))
-    _, outputs = _dims(spec, moved[0].ndim)
-    results = op(spec, *moved, *args[large:], order=order)
-    return results, [out.index(at) if out else None for out in outputs]
+    operands = x, residual, *parameters
+    assert op.placement is not None
+    _, outputs = op.placement.dims_of(spec, operands)
+    return op(spec, *operands, order=order), [out.index(at) if out else None for out in outputs]
 
 
 def _drop_qt(used: list[bool], eqn: Any) -> Any:
@@ -363,14 +366,12 @@ class Normalised(NamedTuple):
     qt: Any
     scale: Array
     h: Array  # the norm's input: x, or x + residual
-    statistics: list[Array]  # [mean,] rstd: one float32 a row each
+    mean: Any  # of each row, float32, as rstd; None where the norm is not centred
+    rstd: Array
 
 
-def quantize(spec: NormCodes, *operands: Array, order: Order = BEST) -> Normalised:
-    """Returns the codes of the norm of `(x[, residual][, scale][, bias])`."""
+def quantize(spec: NormCodes, *operands: Any, order: Order = BEST) -> Normalised:
+    """Returns the codes of the norm of x, residual, scale and bias."""
     norm = replace(spec.norm, cast_before=False, with_mean=spec.norm.centred, with_rstd=True)
-    found = op(replace(spec, norm=norm), *operands, order=order)
-    q, qt = (found.pop(0) if has else None for has in (spec.codes.has_q, spec.codes.has_qt))
-    scale, *rest = found
-    h = rest.pop(0) if norm.has_residual else operands[0]
-    return Normalised(q, qt, scale, h, rest)
+    q, qt, scale, h, *statistics = op(replace(spec, norm=norm), *operands, order=order)
+    return Normalised(q, qt, scale, operands[0] if h is None else h, *statistics)

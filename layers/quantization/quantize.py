@@ -66,6 +66,11 @@ class Codes:
     split: int = 1
     rows: bool = True
 
+    @property
+    def results(self) -> tuple[bool, bool, bool]:
+        """Tells which of q, qt and their scale there are."""
+        return self.has_q, self.has_qt, True
+
 
 def define_amax(x: jax.Array) -> list[jax.Array]:
     """`(x,) -> (maximum (1,),)`: the largest magnitude among finite elements, float32."""

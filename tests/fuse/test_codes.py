@@ -155,8 +155,9 @@ def test_codes_are_those_of_the_norm_in_float32(name, rng):
     args = [*args[:2], *[64 * bias for bias in args[2:]]]  # it decides the bound
     y = jax.jit(lambda x, *p: function(x.astype(f32), *p))(*args)
     equations = jax.make_jaxpr(lambda *a: function(*a))(*args).eqns
-    (spec,) = [e.params["spec"] for e in equations if e.primitive.name == "normfuse_norm"]
-    _, made = jax.jit(lambda *a: fp8_norm.encode(spec, a, BEST))(*args)
+    (params,) = [e.params for e in equations if e.primitive.name == "normfuse_norm"]
+    spec, tree = params["spec"], params["tree"]
+    _, made = jax.jit(lambda *a: fp8_norm.encode(spec, tree.unflatten(a), BEST))(*args)
     scale, *bias = args[1:]
     bound = jnp.sqrt(jnp.float32(DIM)) * jnp.abs(scale) + (jnp.abs(bias[0]) if bias else 0)
     want = fp8_layers.quantize(y.reshape(-1, DIM), bound=jnp.max(bound))

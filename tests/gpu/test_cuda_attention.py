@@ -1,6 +1,7 @@
 """Attention by cuDNN on an NVIDIA GPU, against the blocks of other devices in float32."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +123,9 @@ IMAGES = {  # tokens of an image and one for its class: length, width, options
 def poisoned_memory():
     """What a kernel does not write is NaN: most of the free memory was."""
     stats = jax.local_devices()[0].memory_stats()
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    size = 2**29
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # each sees the whole GPU as free
+    free = (stats["bytes_limit"] - stats["bytes_in_use"]) / workers
+    size = 2**28
     pieces = [jnp.full((size,), jnp.nan, bf16) for _ in range(int(0.7 * free) // (2 * size))]
     jax.block_until_ready(pieces)
 

@@ -21,8 +21,8 @@ from normfuse.native.implementation import NATIVE
 
 pytestmark = pytest.mark.gpu
 
-FORWARD = Norm(eps=EPS, out_dtype="bfloat16", has_scale=True, with_rstd=True)
-BACKWARD = Norm(has_scale=True, with_dscale=True)
+FORWARD = Norm(eps=EPS, out_dtype="bfloat16", with_rstd=True)
+BACKWARD = Norm(with_dscale=True)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def x64():
 def run(kernel, norm, operands):
     """The kernel of that name, through XLA; no other implementation may serve."""
     call = functools.partial(KERNELS[kernel], norm, order=NATIVE)
-    return jax.jit(call)(*map(jnp.asarray, operands))
+    return jax.jit(call)(*jax.tree.map(jnp.asarray, list(operands)))
 
 
 WHOLE = "forward", "backward"
@@ -77,8 +77,8 @@ def arrays(rows, n, key=0, dtype=jnp.bfloat16):
 
 def norm(x, dy, scale):
     """(y, rstd, dx, dscale)."""
-    y, rstd = forward_kernel(FORWARD, x, scale, order=NATIVE)
-    return y, rstd, *backward_kernel(BACKWARD, dy, x, scale, rstd, order=NATIVE)
+    y, *_, rstd = forward_kernel(FORWARD, x, None, scale, order=NATIVE)
+    return y, rstd, *backward_kernel(BACKWARD, dy, x, scale, None, rstd, order=NATIVE)[:2]
 
 
 def test_cuda_results_are_the_same_every_time():
@@ -125,7 +125,7 @@ def test_cuda_graphs_record_the_kernel(tmp_path):
 
     def chain(x):
         for _ in range(8):
-            x = forward_kernel(FORWARD, x, scale, order=NATIVE)[0]
+            x = forward_kernel(FORWARD, x, None, scale, order=NATIVE)[0]
             x = (x @ w) / 32
         return x
 
@@ -172,7 +172,7 @@ def test_cuda_every_device_in_one_process():
 
 def test_cuda_donated_operand():
     x, _, scale = arrays(300, 4096)
-    forward = lambda x, scale: forward_kernel(FORWARD, x, scale, order=NATIVE)[0]
+    forward = lambda x, scale: forward_kernel(FORWARD, x, None, scale, order=NATIVE)[0]
     want = jax.device_get(jax.jit(forward)(x, scale))
     got = jax.device_get(jax.jit(forward, donate_argnums=0)(x, scale))
     np.testing.assert_array_equal(want, got)

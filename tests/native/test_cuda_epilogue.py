@@ -69,30 +69,30 @@ def draw(rng, shape, dtype):
 def test_epilogue_matches_float64(emulated, rng, name, shape, dtype, has_up, bias, shift):
     emulator = emulated(shift)
     dy, z = draw(rng, shape, dtype), draw(rng, shape, dtype)
-    up = [draw(rng, shape, dtype)] * has_up
-    biases = [draw(rng, shape[1:], bias)] * bool(bias)
-    flags = {"function": scalar_of(name), "has_up": has_up, "has_bias": bool(bias)}
+    up = draw(rng, shape, dtype) if has_up else None
+    added = draw(rng, shape[1:], bias) if bias else None
     compute = "float64" if "float64" in (dtype, bias) else "float32"
 
-    at = wide(z) + (wide(biases[0]) if bias else 0)
-    size = np.abs(wide(z)) + (np.abs(wide(biases[0])) if bias else 0)
-    times = wide(up[0]) if has_up else 1.0
+    at = wide(z) + (wide(added) if bias else 0)
+    size = np.abs(wide(z)) + (np.abs(wide(added)) if bias else 0)
+    times = wide(up) if has_up else 1.0
     of_up = REFERENCE[name][0](at)
     y, of_z = of_up * times, derivative(name, at) * times
     # A rounding of z + bias moves the value by the slope, which is at most 2 |z| here, and the
     # slope by at most 2; the approximate division and the exponential are a few roundings more.
     off = 4 * size + 4
 
-    spec = Epilogue(out_dtype=z.dtype.name, axes=(1,) if bias else (), **flags)
-    operands = [z, *up, *biases]
+    axes = (1,) if bias else ()
+    spec = Epilogue(out_dtype=z.dtype.name, axes=axes, function=scalar_of(name))
+    operands = [z, up, added]
     (got,) = epilogue.forward_on_cuda(SM90, spec, *operands)
     size = np.abs(times) * (np.abs(of_up) + off)
     assert_close(got, Expected(y, size), compute)
 
     spec = dataclasses.replace(spec, with_dbias=bool(bias), with_value=True)
     found = epilogue.backward_on_cuda(SM90, spec, dy, *operands)
-    names = ["dz"] + ["dup"] * has_up + ["dbias"] * bool(bias) + ["value"]
-    results = dict(zip(names, found, strict=True))
+    results = dict(zip(("dz", "dup", "dbias", "value"), found, strict=True))
+    assert [results[name] is not None for name in ("dup", "dbias")] == [has_up, bool(bias)]
     dz = wide(dy) * of_z
     each = np.abs(wide(dy) * times) * off
     assert_close(results["dz"], Expected(dz, each), compute)
@@ -156,16 +156,16 @@ def test_epilogue_compiles_without_spilling(monkeypatch, arch):
     monkeypatch.setattr(epilogue, "launch", launch)
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     large, bias = struct(2048, 14336), struct(14336)
-    biased = Epilogue(function=SCALARS["gelu"], has_bias=True, out_dtype="bfloat16")
-    gated = Epilogue(function=SCALARS["silu"], has_up=True, axes=(), out_dtype="bfloat16")
+    biased = Epilogue(function=SCALARS["gelu"], out_dtype="bfloat16")
+    gated = Epilogue(function=SCALARS["silu"], axes=(), out_dtype="bfloat16")
     target = named_target(arch)
     shape = lambda fn, spec, *operands: jax.eval_shape(
         functools.partial(fn, target, spec), *operands
     )
     dbias = dataclasses.replace(biased, with_dbias=True)
-    shape(epilogue.backward_on_cuda, dbias, large, large, bias)
+    shape(epilogue.backward_on_cuda, dbias, large, large, None, bias)
     if arch == "sm_90":
-        shape(epilogue.forward_on_cuda, biased, large, bias)
+        shape(epilogue.forward_on_cuda, biased, large, None, bias)
     value = dataclasses.replace(gated, with_value=True)
     shape(epilogue.backward_on_cuda, value, large, large, large)
     assert len(logs) == (4 if arch == "sm_90" else 3)  # a column sum, too

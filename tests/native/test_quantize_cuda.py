@@ -247,20 +247,19 @@ def normalised(emulated, monkeypatch):
         monkeypatch.setattr(norm, "layout", lambda *_, **__: layout)
 
         def run(x, residual=None, scale=None, offset=0.0, bias=None, centred=False, **codes):
-            given = [a for a in (x, residual, scale, bias) if a is not None]
-            flags = {"has_residual": residual is not None, "has_scale": scale is not None}
-            flags |= {"has_bias": bias is not None, "centred": centred, "with_mean": centred}
-            spec = Norm(axes=(1,), eps=1e-6, scale_offset=offset, with_rstd=True, **flags)
+            flags = {"centred": centred, "with_mean": centred, "with_rstd": True}
+            spec = Norm(axes=(1,), eps=1e-6, scale_offset=offset, **flags)
             if np.ndim(scale) == 2:  # each example has its own
                 spec = dataclasses.replace(spec, axes=(2,), heads=(0,))
             shape = (len(scale), -1, x.shape[1]) if spec.heads else x.shape
-            given = [a.reshape(shape) if a.size == x.size else a for a in given]
-            parameters = [a for a in (scale, bias) if a is not None]
-            bound = norm._bound(spec, parameters, x.shape[1])
+            placed = lambda a: a if a is None or a.size != x.size else a.reshape(shape)
+            given = placed(x), placed(residual), scale, bias
+            bound = norm._bound(spec, scale, bias, x.shape[1])
             found = norm.cuda_codes(target, NormCodes(spec, Codes(**codes)), *given, bound)
-            found = [np.asarray(r) for r in found]
-            flat = [r.reshape(-1) if r.size == len(x) else r.reshape(x.shape) for r in found[3:]]
-            return [*found[:3], *flat], np.asarray(bound).item()
+            *coded, h, mean, rstd = [None if r is None else np.asarray(r) for r in found]
+            h = None if h is None else h.reshape(x.shape)
+            rows = [None if a is None else a.reshape(-1) for a in (mean, rstd)]
+            return [*coded, h, *rows], np.asarray(bound).item()
 
         return run, launches
 
@@ -336,11 +335,11 @@ def test_cuda_norm_is_quantized_as_it_is_made(normalised, rng, shape, layout, gi
     residual = options["residual"] and draw(*shape, dtype=options["residual"])
     scale, bias = of_columns("scale"), of_columns("bias")
     of = {"bias": bias, "centred": centred}
-    (q, qt, code_scale, *h, rstd), bound = run(x, residual, scale, options["offset"], **of)
-    mean = [h.pop() for _ in range(centred)]
+    found, bound = run(x, residual, scale, options["offset"], **of)
+    q, qt, code_scale, h, mean, rstd = found
     stored = x
     if residual is not None:
-        (stored,) = h
+        stored = h
         wide = x.astype(np.float32) + residual.astype(np.float32)
         assert stored.dtype == np.promote_types(x.dtype, residual.dtype)
         np.testing.assert_array_equal(stored, wide.astype(stored.dtype))
@@ -350,8 +349,9 @@ def test_cuda_norm_is_quantized_as_it_is_made(normalised, rng, shape, layout, gi
     # to the mean, and so is the rounding of their sum.
     first = (np.float64(stored[:, 0]) - exact_mean[0]) * exact_rstd if centred else 0
     assert np.all(np.abs(rstd - exact_rstd) <= 1e-6 * exact_rstd * (1 + np.square(first)))
-    for found, exact in zip(mean, exact_mean):
-        np.testing.assert_allclose(found, exact, rtol=1e-6)
+    assert (mean is not None) == centred and (h is None) == (residual is None)
+    for exact in exact_mean:
+        np.testing.assert_allclose(mean, exact, rtol=1e-6)
     apart = not layout or shape[0] % 16 and examples
     assert len(launches) == (2 if apart else 1)
     if not apart:
@@ -365,7 +365,7 @@ def test_cuda_norm_writes_the_layouts_that_are_asked_for(normalised, rng):
         run, _ = normalised(CLUSTER, shift)
         (q, qt, *_), _ = run(x, None, scale)
         (alone, *_), _ = run(x, None, scale, has_qt=False)
-        (turned, *_), _ = run(x, None, scale, has_q=False)
+        (_, turned, *_), _ = run(x, None, scale, has_q=False)
         assert alone.tobytes() == q.tobytes() and turned.tobytes() == qt.tobytes()
 
 
@@ -441,12 +441,12 @@ def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
     bound, own = jnp.ones(1), {"axes": (2,), "heads": (0,)}
     for centred, examples in ((False, False), (True, False), (True, True)):
         x = jnp.zeros((4, 16, 4096) if examples else (64, 4096), BF16)
-        parameters = [jnp.zeros((4, 4096) if examples else 4096)] * (1 + centred)
-        for residual in ([], [x]) if arch == "sm_90" and not examples else ([],):
-            flags = {"has_scale": True, "has_bias": centred, "has_residual": bool(residual)}
-            flags |= {"centred": centred, "with_mean": centred, "with_rstd": True}
+        scale = jnp.zeros((4, 4096) if examples else 4096)
+        bias = scale if centred else None
+        for residual in (None, x) if arch == "sm_90" and not examples else (None,):
+            flags = {"centred": centred, "with_mean": centred, "with_rstd": True}
             spec = NormCodes(Norm(eps=1e-6, **flags, **(own if examples else {})))
-            norm.cuda_codes(named_target(arch), spec, x, *residual, *parameters, bound)
+            norm.cuda_codes(named_target(arch), spec, x, residual, scale, bias, bound)
     assert len(logs) == (5 if arch == "sm_90" else 3)
     for (residual, *_), log in logs.items():
         assert "warning" not in log, log

@@ -27,6 +27,7 @@ def test_a_norm_and_its_gradients_are_a_short_trip(arch, monkeypatch, tmp_path):
     lowered(1024)  # compiles its kernels from the sources that were read
     arch("sm_90")
     trip = trips.counted(lambda: lowered(1024))
-    assert len(trip.files) <= 9, trip
+    # The derivation of tangents and the norm's operands by name have a file each.
+    assert len(trip.files) <= 11, trip
     if sys.version_info >= (3, 12):  # before, comprehensions are calls, too
-        assert trip.calls <= 300 and trip.changes <= 58, trip
+        assert trip.calls <= 320 and trip.changes <= 75, trip
