@@ -195,12 +195,10 @@ def _four(argument: str, array: Array, shape: tuple[int, ...]) -> Array:
 def _bool(argument: str, mask: Any) -> Array:
     mask = array_of(_OP, argument, mask)
     if mask.dtype != bool:
-        true, others = "a key is seen", "numbers to add to the scores as bias, and "
-        if argument != "mask":
-            true, others = "a probability is kept", ""
         raise TypeError(
-            f"{_OP}: {argument} must be bool, True where {true}; got {mask.dtype.name}. Pass "
-            f"{others}0 and 1 as {argument}.astype(bool)"
+            f"{_OP}: {argument} must be bool, True where a key is seen or kept; got "
+            f"{mask.dtype.name}. Pass 0 and 1 as {argument}.astype(bool), and numbers to add to "
+            "the scores as bias"
         )
     return mask
 

@@ -51,18 +51,17 @@ def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
 
 def kind(capability: int, spec: Spec, avals: Sequence[Any]) -> str:
     """Returns what `forward` calls for operands of these types; raises Unsupported if nothing."""
-    calls: list[Call] = []
+    names: list[str] = []
 
     def run(spec: Spec, call: Call, *operands: Array) -> list[Array]:
-        calls.append(call)
+        names.insert(0, call.name)
         return _forward(spec, call, *operands)
 
     served = functools.partial(_served, capability, run, Spec.forward_dims, spec)
     jax.eval_shape(lambda *operands: served(operands), *avals)
     if "dropout" in spec.dims:
         return "cuDNN, twice: dropout"
-    names = list(dict.fromkeys(call.name for call in reversed(calls) if call.name))
-    return f"cuDNN, with {' or '.join(names)}" if names else "cuDNN"
+    return "cuDNN" + ", with " * any(names) + " or ".join(dict.fromkeys(filter(None, names)))
 
 
 def _served(
@@ -246,8 +245,8 @@ def _chosen(
     elif "mask" in extras and k.shape[-3] >= _CHOICE and not {"lengths", "key lengths"} & {*extras}:
         calls = _without_mask(spec, q, k, extras)
         ways = [(flag, functools.partial(run, call, *operands)) for flag, call in calls]
-    none = ~functools.reduce(jnp.logical_or, [flag for flag, _ in ways]) if ways else None
-    whole = Call(spec, q, k, extras, wanted=none)
+    wanted = ~functools.reduce(jnp.logical_or, [flag for flag, _ in ways]) if ways else None
+    whole = Call(spec, q, k, extras, wanted=wanted)
     for _, call in calls:  # the same if it serves, and XLA makes its operands once
         call.rows_that_see = whole.rows_that_see
     found = run(whole, *operands)

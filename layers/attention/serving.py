@@ -35,10 +35,9 @@ def served_by(q: Any, k: Any, v: Any, **options: Any) -> str:
     spec, order = eqn.params["spec"], eqn.params["order"]
     if order.names == op.BLOCKS.names:
         return "blocks: asked for"
-    avals = [x.aval for x in eqn.invars]
-    capability = _capability()
-    if capability is not None:
-        return _on_gpu(capability, spec, avals)
+    avals, here = [x.aval for x in eqn.invars], _capability()
+    if here is not None:
+        return _on_gpu(here, spec, avals)
     target = named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or "sm_90")
     with described_cudnn(91_000):
         there = _on_gpu(target.capability, spec, avals)
