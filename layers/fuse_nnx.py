@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 from .core.arguments import Quantization
 from .fuse import fuse as fuse_arrays
 from .fuse.compare import Comparison, compared
-from .fuse.fuse import check, skip_of
+from .fuse.fuse import check, marked, options_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 _FUSING = "normfuse.fuse"  # Flax's context, in which modules find their way back
@@ -24,6 +24,7 @@ def fuse(
     quantization: Quantization = None,
     skip: Any = (),
     report: Callable[[Any], Any] | None = None,
+    require: str | Iterable[str] = (),
 ) -> F:
     """`normfuse.fuse` of a function of nnx models, which may change them as in `nnx.jit`.
 
@@ -32,7 +33,7 @@ def fuse(
 
     Args:
       function: a function of modules, and of pytrees of arrays and modules.
-      quantization, skip, report: as for `normfuse.fuse`.
+      quantization, skip, report, require: as for `normfuse.fuse`.
 
     Returns:
       A function of the same arguments, for `nnx.jit`, `nnx.grad` and the like.
@@ -49,9 +50,7 @@ def fuse(
     ['rms_norm']
     (2, 16)
     """
-    check("fuse", function, quantization, report)
-    skip = skip_of("fuse", skip)
-    options = {"quantization": quantization, "skip": skip, "report": report}
+    options = options_of("fuse", function, quantization, skip, report, require)._asdict()
     if isinstance(function, functools.partial):  # Flax treats it as what it is
         inner: Any = fuse(function.func, **options)
         return functools.partial(inner, *function.args, **function.keywords)  # pyright: ignore
@@ -133,6 +132,8 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
                 (graph_after, leaves), nodes = _held((args, kwargs)), _nodes(results)
                 same = before[0] == graph_after and all(map(operator.is_, before[1], leaves))
                 if same and not nodes & _nodes((args, kwargs)):
+                    with nnx.split_context(_FUSING) as context:  # it lets go of the modules
+                        context.split(())
                     if not nodes:
                         return results
                     after, state = nnx.split(results)
@@ -151,7 +152,7 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
             with nnx.merge_context(_FUSING, inner=False) as context:
                 return context.merge(graphs[0], after)[2]
 
-    return run  # pyright: ignore[reportReturnType]
+    return marked(run)  # pyright: ignore[reportReturnType]
 
 
 def _held(modules: Any) -> tuple[Any, list[Any]]:

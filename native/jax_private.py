@@ -1,8 +1,13 @@
 """The few private names of JAX that normfuse uses, each with the consequence of its absence."""
 
 import contextlib
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
+from jax.core import Tracer
 
 try:
     from jax._src.dispatch import prim_requires_devices_during_lowering as needs_devices
@@ -40,9 +45,32 @@ except ImportError:  # what a function under `fuse` writes into its closure is t
     _trace_ctx = None
 
 
-def is_of_this_trace(x: Any) -> bool:
-    """Returns whether a tracer belongs to the trace that is going on now."""
-    return _trace_ctx is not None and getattr(x, "_trace", None) is _trace_ctx.trace
+def present_trace() -> Callable[[], Any]:
+    """Returns a weak reference to the trace that is going on now."""
+    return (lambda: None) if _trace_ctx is None else weakref.ref(_trace_ctx.trace)
+
+
+def is_of(trace: Any, x: Any) -> bool:
+    """Tells if a value is a tracer of this trace; of any, where traces are not known."""
+    return isinstance(x, Tracer) and trace in (None, getattr(x, "_trace", trace))
+
+
+def tracers_of(trace: Any) -> list[Any]:
+    """Returns the tracers of a trace that has ended which are alive.
+
+    They let go of what they were computed from: only what others hold stays.
+    """
+    alive = lambda: [x for x in gc.get_referrers(trace) if isinstance(x, Tracer)]
+    [setattr(x, "parent", None) for x in alive() if hasattr(x, "parent")]
+    return alive()
+
+
+@contextlib.contextmanager
+def checking_leaks(on: bool) -> Iterator[bool]:
+    """Sets `jax.checking_leaks()` in this context; yields what it was."""
+    was = bool(getattr(jax.config, "jax_check_tracer_leaks", False))
+    with jax.checking_leaks.func(on):
+        yield was
 
 
 @contextlib.contextmanager

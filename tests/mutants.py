@@ -826,12 +826,49 @@ MUTANTS = [
         "alone = Origin(name, False, _matrices(leaves), True)",
         "tests/fuse/test_idioms.py::test_what_is_a_parameter[activations and a table-False]",
     ),
+    Mutant(  # a tuple that holds an array of the trace stays
+        "layers/fuse/leaks.py",
+        "if id(x) in self._tuples and id(x) not in known:",
+        "if False:",
+        "tests/fuse/test_front.py::test_what_objects_keep_is_there_afterwards[a named tuple]",
+    ),
+    Mutant(  # what derivatives' rules close over becomes a result
+        "layers/fuse/leaks.py",
+        "if id(holder) in rules or",
+        "if",
+        "tests/fuse/test_front.py::test_what_is_alive_in_rules_of_derivatives_alone_is_no_result",
+    ),
     Mutant(
+        "layers/fuse/leaks.py",
+        "gc.unfreeze()",
+        "pass",
+        "tests/fuse/test_front.py::"
+        "test_what_cannot_be_given_back_is_refused_before_anything_runs[the generator squares]",
+    ),
+    Mutant(  # an error leaves tracers behind
+        "layers/fuse/call.py",
+        "            self.leave(effects=True)\n",
+        "",
+        "tests/fuse/test_front.py"
+        "::test_after_an_error_objects_are_as_the_plain_function_leaves_them[KeyboardInterrupt]",
+    ),
+    Mutant(  # an argument that is a result goes through the program
+        "layers/fuse/call.py",
+        "id(x) not in own and",
+        "",
+        "tests/fuse/test_front.py::test_results_that_nothing_touches_are_the_objects_themselves[0]",
+    ),
+    Mutant(  # words are walked one by one
         "layers/fuse/closure.py",
-        "                place.put(old)",
-        "                pass",
-        "tests/fuse/test_attacked.py::"
-        "test_what_a_function_writes_into_its_closure[leaks-draws_twice]",
+        "items = () if _is_plain(value) else [x for x in items if not _is_plain(x)]",
+        "",
+        "tests/fuse/test_front.py::test_words_in_a_closure_cost_nothing",
+    ),
+    Mutant(
+        "layers/fuse/fuse.py",
+        "if left or not own:",
+        "if not own:",
+        "tests/fuse/test_front.py::test_what_is_required_is_served_or_an_error",
     ),
     Mutant(
         "layers/fuse/products.py",
@@ -846,13 +883,7 @@ MUTANTS = [
         "tests/fuse/test_idioms.py::test_idioms_in_fp8[closed_over_as_arrays-equinox]",
     ),
     Mutant(
-        "layers/fuse/fuse.py",
-        "if traced.effects:  # they happen only",
-        "if False:  # they happen only",
-        "tests/fuse/test_guard.py::test_effects_happen_once[Program._demand]",
-    ),
-    Mutant(
-        "layers/fuse/fuse.py",
+        "layers/fuse/call.py",
         "held = {id(x) for x in before} | returned",
         "held = {id(x) for x in before}",
         "tests/fuse/test_attacked.py::"

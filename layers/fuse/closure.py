@@ -1,27 +1,25 @@
-"""Values that reach a function: its arguments, what it closes over, and what a call changes there.
+"""Values that reach a function: its arguments, and what it closes over.
 
 A function's closure is read as its arguments are: a variable that holds a tree of arrays, such as a
 model, may hold parameters as an argument may; an array that is a variable by itself is data.
 """
 
-import contextlib
 import dataclasses
 import functools
-import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ...native import jax_private
 from ...native.jaxpr import hidden_folders
 
-MOST = 4096  # objects that are looked at in a closure
-DEEPEST = 6  # how far objects lie within each other there
+MOST = 1 << 16  # objects that are looked at in a closure, and containers of other things than words
+DEEPEST = 6  # how far objects lie within each other there, but for trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,12 @@ UNKNOWN = Origin("an array", is_data=True, matrices=1, closed_over=True)
 
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) or isinstance(x, np.ndarray) and x.dtype.kind not in "OSTUMm"
+    """Tells if JAX takes a value for an array; NumPy has more dtypes, and JAX more than NumPy."""
+    if not isinstance(x, np.ndarray):
+        return isinstance(x, jax.Array)
+    with suppress(TypeError):
+        return x.dtype.names is None and jax.typeof(x) is not None
+    return False
 
 
 def _is_floating(x: Any) -> bool:
@@ -87,146 +90,111 @@ def _matrices(leaves: Sequence[Any]) -> int:
 # ---------------------------------------------------------------- closures
 
 
-class Place(NamedTuple):
-    """A place in a function's closure that holds an array, or a tree of arrays.
-
-    Attributes:
-      value: what is held there.
-      variable: its name; an object's attributes are variables, too.
-      alone: it is the whole variable.
-      holder, key: the dictionary or the list that holds it, and where, or a cell; None where it
-        cannot be replaced.
-    """
-
-    value: Any
-    variable: str
-    alone: bool = True
-    holder: Any = None
-    key: Any = None
-
-    def put(self, value: Any) -> None:
-        if isinstance(self.holder, types.CellType):
-            self.holder.cell_contents = value
-        else:
-            self.holder[self.key] = value
-
-
 class Closure:
-    """The arrays that a function closes over, before it is called and after.
-
-    A call may change it: Python objects that draw random numbers do. What it writes there while it
-    is traced belongs to the trace. `take` returns these arrays, so that the trace has them among
-    its results, and `put` writes the results' values in their places.
-    """
+    """The origins of the arrays that a function closes over, read when the first is asked for."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        self._before = _read(function)
-        self._changed: list[tuple[Place, list[Any], Any]] = []
 
-    def origins(self) -> Mapping[int, Origin]:
-        """Returns what the arrays of the closure are parts of, by their ids."""
-        variables: dict[str, list[Place]] = {}
-        for place in self._before:
-            variables.setdefault(place.variable, []).append(place)
+    def get(self, key: int, default: Origin) -> Origin:
+        """Returns the origin of the array with this id."""
+        return self._origins.get(key, default)
+
+    @functools.cached_property
+    def _origins(self) -> dict[int, Origin]:
+        variables: dict[str, list[tuple[Any, bool]]] = {}
+        for value, variable, alone in _held(self._function):
+            variables.setdefault(variable, []).append((value, alone))
         found: dict[int, Origin] = {}
         for name, held in variables.items():
-            leaves = [x for place in held for x in jax.tree.leaves(place.value) if is_array(x)]
+            leaves = [x for value, _ in held for x in jax.tree.leaves(value) if is_array(x)]
             alone = Origin(name, True, _matrices(leaves), True)
             tree = Origin(name, False, _matrices(leaves), True)
-            within = [x for p in held if not p.alone for x in jax.tree.leaves(p.value)]
+            within = [x for value, alone in held if not alone for x in jax.tree.leaves(value)]
             found |= {id(x): alone for x in leaves if id(x) not in found}
             found |= {id(x): tree for x in within if _is_floating(x)}
         return found
 
-    def take(self) -> list[Any]:
-        """Returns the arrays of the present trace that the call has left in the closure."""
-        before = {(id(p.holder), p.key): p.value for p in self._before}
-        arrays: list[Any] = []
-        for place in _read(self._function):
-            old = before.get((id(place.holder), place.key))
-            if place.holder is None or place.value is old:
-                continue
-            leaves, tree = jax.tree.flatten(place.value)
-            mine = [*map(jax_private.is_of_this_trace, leaves)]
-            if any(mine):
-                arrays += [x for x, is_mine in zip(leaves, mine) if is_mine]
-                rest = [None if is_mine else (x,) for x, is_mine in zip(leaves, mine)]
-                self._changed.append((place._replace(value=None), rest, tree))
-                place.put(old)
-        return arrays
 
-    def put(self, values: Sequence[Any]) -> None:
-        """Writes the values of these arrays in their places."""
-        given = iter(values)
-        for place, rest, tree in self._changed:
-            place.put(jax.tree.unflatten(tree, [x[0] if x else next(given) for x in rest]))
+Held = tuple[Any, str, bool]
+"""An array, a tree of arrays or any object, its variable, and whether it is all of that."""
 
 
-def _read(function: Callable[..., Any]) -> list[Place]:
-    """Returns the places in a closure, as far as it can be read."""
-    found = []
-    with contextlib.suppress(Exception):  # objects whose attributes fail, say
-        for place in _places(function):
-            found.append(place)
-    return found
-
-
-def _places(function: Any) -> Iterator[Place]:
-    """Yields where the closure of a function holds arrays."""
-    seen: set[int] = set()
-    stack = [(Place(type(function).__call__, "self"), 0), (Place(function, "self"), 0)]
+def _held(function: Any) -> Iterator[Held]:
+    """Yields the arrays, and the trees of arrays, in the closure of a function."""
+    seen: dict[int, Any] = {}
+    stack: list[tuple[Held, int]] = []
+    stack += [((each, "self", True), 0) for each in (type(function).__call__, function)]
     while stack:
-        place, depth = stack.pop()
-        value = place.value
-        if is_array(value):
-            yield place
-            continue
-        if isinstance(value, _WITHOUT_ARRAYS) or id(value) in seen:
-            continue
-        if depth > DEEPEST or len(seen) > MOST:
-            continue
-        seen.add(id(value))
-        if (parts := _parts(value, place.variable)) is None:
-            yield place._replace(alone=False)
-        else:
-            stack += [(part, depth + 1) for part in reversed(parts)]
+        (value, variable, alone), depth = stack.pop()
+        with suppress(Exception):  # objects whose attributes fail, say
+            if is_array(value):
+                yield value, variable, alone
+            elif depth <= DEEPEST and len(seen) <= MOST and id(value) not in seen:
+                seen[id(value)] = value
+                if isinstance(value, dict | list | tuple):  # a tree, of any depth
+                    items = value.values() if isinstance(value, dict) else value
+                    items = () if _is_plain(value) else [x for x in items if not _is_plain(x)]
+                    stack += [((x, variable, False), depth) for x in reversed(items)]
+                elif not jax.tree_util.all_leaves([value]):
+                    yield value, variable, False
+                elif not isinstance(value, _WITHOUT_ARRAYS):
+                    stack += [(part, depth + 1) for part in reversed([*_parts(value, variable)])]
 
 
-def _parts(value: Any, variable: str) -> list[Place] | None:
-    """Returns what an object holds; None of a tree of arrays."""
+def _is_plain(x: Any) -> bool:
+    """Tells if a value is a word or a number, or holds these alone: there may be millions."""
+    if isinstance(x, dict | list | tuple):
+        return _PLAIN.issuperset(map(type, x.values() if isinstance(x, dict) else x))
+    return type(x) in _PLAIN
+
+
+def _parts(value: Any, variable: str) -> Iterator[Held]:
+    """Yields what an object holds that is no tree."""
     if isinstance(value, functools.partial):
         bound = [*enumerate(value.args), *value.keywords.items(), (variable, value.func)]
-        return [Place(x, str(name)) for name, x in bound]
-    if isinstance(value, types.MethodType):
-        return [Place(value.__self__, "self"), Place(value.__func__, "self")]
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [Place(x, variable, False, value, key) for key, x in items]
-    if not jax.tree_util.all_leaves([value]):
-        return None
-    wrapped, own = getattr(value, "__wrapped__", None), getattr(value, "__dict__", None)
-    parts = [Place(wrapped, variable)] if callable(wrapped) else []
-    if isinstance(value, types.FunctionType):
-        parts += _variables(value)
-    elif isinstance(own, MutableMapping):
-        parts += [Place(x, f"{variable}.{name}", True, own, name) for name, x in own.items()]
-    return parts
+        yield from [(x, str(name), True) for name, x in bound]
+    elif isinstance(value, types.MethodType):
+        yield from [(value.__self__, "self", True), (value.__func__, "self", True)]
+    else:
+        with suppress(Exception):  # of the object's own
+            if callable(wrapped := getattr(value, "__wrapped__", None)):
+                yield wrapped, variable, True
+        is_function = isinstance(value, types.FunctionType)
+        yield from _variables(value) if is_function else ()
+        own = (
+            vars(value).items() if is_function else [(name, x) for name, x, _ in attributes(value)]
+        )
+        yield from [(x, f"{variable}.{name}", True) for name, x in own]
 
 
-def _variables(function: types.FunctionType) -> Iterator[Place]:
+def attributes(
+    x: Any, kinds: Any = types.MemberDescriptorType
+) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
+    """Yields the attributes of an object, also those in slots of `kinds`, and what writes each."""
+    with suppress(AttributeError):
+        own = object.__getattribute__(x, "__dict__")
+        for name, value in [*own.items()] if isinstance(own, dict) else ():
+            yield name, value, functools.partial(own.__setitem__, name)
+    for name, slot in [item for cls in type(x).__mro__ for item in vars(cls).items()]:
+        if isinstance(slot, kinds):
+            with suppress(Exception):  # nothing has been assigned to it yet, say
+                yield name, slot.__get__(x), functools.partial(slot.__set__, x)
+
+
+def _variables(function: types.FunctionType) -> Iterator[Held]:
     """Yields what a function in Python reads from outside: cells, globals and defaults."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # nothing has been assigned to it yet
-            yield Place(cell.cell_contents, name, True, cell)
+        with suppress(ValueError):  # nothing has been assigned to it yet
+            yield cell.cell_contents, name, True
     library = code.co_filename.startswith(hidden_folders())  # its globals are no user's
     own = function.__globals__
     for name in () if library else _names(code):
         if name in own:
-            yield Place(own[name], name, True, own, name)
+            yield own[name], name, True
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield Place(value, "a default")
+        yield value, "a default", True
 
 
 def _names(code: types.CodeType) -> dict[str, None]:
@@ -238,12 +206,5 @@ def _names(code: types.CodeType) -> dict[str, None]:
     return names
 
 
-_WITHOUT_ARRAYS = (
-    *(str, bytes, int, float, complex, type, types.NoneType),
-    *(types.ModuleType, types.BuiltinFunctionType),
-)
-
-
-def runs_later(result: Any) -> bool:
-    """Tells if a result computes its values only when it is asked for them."""
-    return inspect.isgenerator(result) or inspect.isawaitable(result) or inspect.isasyncgen(result)
+_PLAIN = frozenset([str, bytes, bool, int, float, complex, types.NoneType])
+_WITHOUT_ARRAYS = type, types.ModuleType, types.BuiltinFunctionType

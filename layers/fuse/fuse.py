@@ -1,10 +1,12 @@
 """`fuse`: one line that puts fused operations into anybody's function, proved by its equations."""
 
 import collections
+import difflib
 import functools
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from ..core.arguments import Quantization, check_quantization
 from . import attention, indexing, losses, norms, products
 from .activations import READ as ACTIVATIONS
 from .activations import Activations
-from .closure import Closure, Origin, is_array, origins_of, runs_later
+from .call import Call
 from .codes import with_codes
 from .program import Program
 from .scores import RULES as SCORES
@@ -24,6 +26,7 @@ from .sites import Report, Row, Site, Theirs, explained, of_equations
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Skip = str | Iterable[str] | Callable[[Row], bool]
+DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing", "lookup", "codes"
 
 
 def fuse(
@@ -32,6 +35,7 @@ def fuse(
     quantization: Quantization = None,
     skip: Skip = (),
     report: Callable[[Report], Any] | None = None,
+    require: str | Iterable[str] = (),
 ) -> Function:
     """Returns `function` with what its program computes slowly computed by fused operations.
 
@@ -46,7 +50,7 @@ def fuse(
 
     How a value reaches the function does not matter: an array that it closes over is data, as an
     argument is, and a tree of arrays that it closes over may hold parameters. What a call writes
-    into Python objects of its closure is there afterwards.
+    into Python objects is there afterwards, also where it raises an error.
 
     Args:
       function: of pytrees of arrays, Equinox and Linen models among them; what else there is in
@@ -56,6 +60,8 @@ def fuse(
       skip: what stays as it is: a word or several, found in the named scopes and lines of the
         report's rows; or a function of a row.
       report: is called with a `Report` whenever the function is traced; `print` shows the table.
+      require: a domain or several that must be served, as ("attention", "loss"): it is an error
+        where none is found, or one is left that `skip` does not name.
 
     Returns:
       A function of the same arguments. Results differ from those of `function` by rounding. What
@@ -66,8 +72,9 @@ def fuse(
     Raises:
       TypeError: if function or report cannot be called, for a skip that is no word and no function,
         and, when it is called, for a function that runs only later (a generator, an async one).
-      ValueError: for an unknown quantization, or if the function changes objects in its arguments,
-        as nnx modules change their state.
+      ValueError: for an unknown quantization or domain, where `require` is not met, and before
+        anything runs, if the function changes objects in its arguments, as nnx modules change their
+        state, or lets an object keep an array where it cannot be replaced, such as a generator.
 
     Warns:
       UserWarning: where nothing was replaced and `report` is None, and for a `skip` that is not
@@ -83,52 +90,57 @@ def fuse(
     >>> value, gradient = jax.value_and_grad(fuse(loss, report=served))(x, kernel, labels)
     linear_cross_entropy: sum
     """
-    check("fuse", function, quantization, report)
-    skip = skip_of("fuse", skip)
+    options = options_of("fuse", function, quantization, skip, report, require)
     if isinstance(function, functools.partial):
-        inner = fuse(function.func, quantization=quantization, skip=skip, report=report)
+        inner = fuse(function.func, **options._asdict())
         return functools.partial(inner, *function.args, **function.keywords)  # pyright: ignore
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        are_arrays = [*map(is_array, leaves)]
-        static: list[Any] = []  # the results that are no arrays, None for the others; their tree
-        closure = Closure(function)
+        call = Call(function, args, kwargs)
+        try:
+            program = rewritten(call, options, function)
+            return call.whole(jaxpr_as_fun(program)(*call.arrays))
+        except BaseException:
+            call.leave()
+            raise
 
-        def call(arrays: list[Any]) -> list[Any]:
-            given = iter(arrays)
-            whole = [next(given) if is_a else leaf for leaf, is_a in zip(leaves, are_arrays)]
-            args, kwargs = jax.tree.unflatten(tree, whole)
-            objects = _objects((args, kwargs))
-            results = function(*args, **kwargs)
-            if runs_later(results):
-                getattr(results, "close", int)()
-                raise TypeError(
-                    "fuse: function must compute its results while it is called, got one that "
-                    f"returns {results!r}"
-                )
-            results, structure = jax.tree.flatten(results)
-            _check_kept(objects, results)
-            traced = [*map(is_array, results)]
-            static[:] = [None if t else (r,) for r, t in zip(results, traced)], structure
-            return [*[result for result, t in zip(results, traced) if t], *closure.take()]
+    return marked(fused)  # pyright: ignore[reportReturnType]
 
-        arrays = [leaf for leaf, is_a in zip(leaves, are_arrays) if is_a]
-        closed = jax.make_jaxpr(call)(arrays)
 
-        def origins() -> tuple[list[Origin], Mapping[int, Origin]]:
-            of_leaves = zip(origins_of(args, kwargs), are_arrays)
-            return [o for o, is_a in of_leaves if is_a], closure.origins()
+class Options(NamedTuple):
+    """The checked options of `fuse`."""
 
-        results = rewritten(closed, arrays, origins, quantization, skip, report, function)
-        given = iter(results)
-        others, structure = static
-        whole = jax.tree.unflatten(structure, [o[0] if o else next(given) for o in others])
-        closure.put([*given])
-        return whole
+    quantization: Quantization
+    skip: Any
+    report: Callable[[Report], Any] | None
+    require: tuple[str, ...]
 
-    return fused  # pyright: ignore[reportReturnType]
+
+def options_of(
+    op: str, function: Any, quantization: Any, skip: Any, report: Any = None, require: Any = ()
+) -> Options:
+    """Returns the options of `fuse`; raises an error for those that cannot be."""
+    check(op, function, quantization, report)
+    require = (require,) if isinstance(require, str) else tuple(require)
+    for name in require:
+        if name not in DOMAINS:
+            raise ValueError(
+                f"{op}: require must name domains, got {name!r}{_nearest(name, DOMAINS)}; there "
+                f"are {', '.join(DOMAINS)}"
+            )
+    return Options(quantization, skip_of(op, skip), report, require)
+
+
+def _nearest(word: Any, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), [*names], 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def marked(fused: Any) -> Any:
+    """Marks a function as fused; `functools.wraps`, as in `jax.jit`, passes that on."""
+    vars(fused)["fused_by_normfuse"] = True
+    return fused
 
 
 def check(op: str, function: Any, quantization: Any, report: Any) -> None:
@@ -152,58 +164,23 @@ def skip_of(op: str, skip: Any) -> Any:
     return words
 
 
-_Objects = list[tuple[Any, list[Any]]]
+def rewritten(call: Call, options: Options, function: Any) -> Any:
+    """Returns the program of a call, with what is found in it replaced; nothing has run yet.
 
-
-def _objects(args: Any) -> _Objects:
-    """Returns the objects in arguments that are no mere containers, and what they hold."""
-    is_object = lambda node: not isinstance(node, dict | list | tuple)
-    objects = jax.tree.leaves(args, is_leaf=is_object)
-    return [(o, held) for o in objects if (held := jax.tree.leaves(o)) and held[0] is not o]
-
-
-def _check_kept(objects: _Objects, results: Sequence[Any]) -> None:
-    """Raises an error where a call has changed objects, and does not return the changes."""
-    returned = {id(x) for x in results}
-    for one, before in objects:
-        held = {id(x) for x in before} | returned
-        after = jax.tree.leaves(one)
-        if len(after) < len(before) or any(is_array(x) and id(x) not in held for x in after):
-            raise ValueError(
-                f"fuse: the function changes arrays in a {type(one).__name__} in its arguments, "
-                "and the changes would be lost; return them, or use normfuse.layers.nnx.fuse for "
-                "nnx models"
-            )
-
-
-def rewritten(
-    closed: Any,
-    arrays: Sequence[Any],
-    origins: Callable[[], tuple[Sequence[Origin], Mapping[int, Origin]]],
-    quantization: Quantization,
-    skip: Skip,
-    report: Callable[[Report], Any] | None,
-    function: Any,
-) -> list[Any]:
-    """Returns the results of a traced function, with what is found in it replaced.
-
-    Whatever fails on the way, the results are the function's own. `origins` returns the origin of
-    each array, and those of what the function closes over, by their ids.
+    Whatever fails on the way, it is the function's own.
     """
-    rows, codes = [], []
+    rows, codes, program = [], [], call.program
+    trace = lambda run: jax.make_jaxpr(run)(call.arrays)
     try:
-        of_arrays, names = origins()
+        of_arrays, names = call.origins()
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            program = Program(closed, origins=of_arrays, names=names)
-            rows, run, traced = plan(program, quantization, skip), program.run, closed
-            if quantization is not None:  # norms write the codes that products read
-                traced = jax.make_jaxpr(run)(list(arrays))
-                run, codes = with_codes(traced)
-            if traced.effects:  # they happen only after all of it has been traced
-                traced = jax.make_jaxpr(run)(list(arrays))
-                run = lambda arrays: jaxpr_as_fun(traced)(*arrays)
-            results = run(arrays)
-        results = [_array(y, aval) for y, aval in zip(results, closed.out_avals, strict=True)]
+            graph = Program(program, origins=of_arrays, names=names)
+            rows = plan(graph, options.quantization, options.skip)
+            replaced = trace(graph.run)
+            if options.quantization is not None:  # norms write the codes that products read
+                run, codes = with_codes(replaced)
+                replaced = trace(run)
+        program = replaced
     except Theirs as failure:
         (error,) = failure.args
         raise error from error.__cause__
@@ -213,24 +190,15 @@ def rewritten(
             if site is not None:
                 site.failed = why
         codes = [Row(_name(function), "program", "", _UNREAD + why)]
-        results = jaxpr_as_fun(closed)(*arrays)
-    conclude(rows, codes, function, skip, report)
-    return results
-
-
-def _array(y: Any, aval: Any) -> Any:
-    """Returns a result that is a number in the program as an array."""
-    if isinstance(y, jax.Array):
-        return y
-    return jnp.asarray(np.asarray(y).item()) if aval.weak_type else jnp.asarray(y, aval.dtype)
+    conclude(rows, codes, function, options)
+    return program
 
 
 # ---------------------------------------------------------------- replacing
 
 
 GRADIENT = "the function takes its gradient itself: fuse the loss that you differentiate"
-
-
+SKIPPED = "skip names it"
 Planned = list[tuple[Site | None, Row]]
 
 
@@ -253,7 +221,7 @@ def _planned(each: Program, quantization: Quantization, skip: Skip) -> Planned:
         if inside and "jvp(" in str(each.maker[site.outs[0]].scope):
             left.append((site.outs[0], site.what, GRADIENT, site.dead))
         elif skip and _skipped(skip, row_of(site)):
-            left.append((site.outs[0], site.what, "skip names it", site.dead))
+            left.append((site.outs[0], site.what, SKIPPED, site.dead))
         else:
             kept.append(site)
     _choose(each, kept, left)
@@ -393,38 +361,43 @@ def _skipped(skip: Skip, row: Row) -> bool:
         raise Theirs(error) from error
 
 
-def conclude(
-    planned: Planned,
-    codes: list[Row],
-    function: Any,
-    skip: Skip,
-    report: Callable[[Report], Any] | None,
-) -> None:
-    """Hands the report over, and warns where nothing was replaced."""
+def conclude(planned: Planned, codes: list[Row], function: Any, options: Options) -> None:
+    """Hands the report over, warns where nothing was replaced, and sees what is required."""
     rows = []
     for site, row in planned:
         if site is not None and site.failed:
             row = Row(row.where, row.what, "", f"it could not be replaced: {site.failed}")
         rows.append(row)
+    name = _name(function)
+    if getattr(function, "fused_by_normfuse", False):
+        codes = [*codes, Row(name, "program", "", "it is fused already")]
     result = Report((*rows, *codes))
-    for word in () if callable(skip) else skip:
+    for word in () if callable(options.skip) else options.skip:
         if not any(_skipped((word,), row) for row in rows):
-            near = ", ".join(list(dict.fromkeys(row.where for row in rows))[:5])
+            places = [*dict.fromkeys(row.where for row in rows)]
+            scopes = [part for place in places for part in re.split("[ /]", place)]
             warnings.warn(
-                f"fuse: skip={word!r} is in no row of {_name(function)}; there are "
-                f"{near or 'none'}",
+                f"fuse: skip={word!r} is in no row of {name}{_nearest(word, (*DOMAINS, *scopes))}; "
+                f"the domains are {', '.join(DOMAINS)}, the rows {', '.join(places[:5]) or 'none'}",
                 stacklevel=4,
             )
-    if report is not None:
-        report(result)
+    if options.report is not None:
+        options.report(result)
     elif not result.fused:
         reasons = collections.Counter(row.reason for row in result.rows)
         most = "; ".join(reason for reason, _ in reasons.most_common(3))
         warnings.warn(
-            f"fuse: nothing in {_name(function)} was replaced ({most or 'nothing was found'}); "
+            f"fuse: nothing in {name} was replaced ({most or 'nothing was found'}); "
             "fuse(function, report=print) lists all",
             stacklevel=4,
         )
+    for domain in options.require:
+        of = lambda name: [row for row in result.rows if row.domain == name]
+        own = of(domain) or of("program")
+        left = [f"{row.where}: {row.reason}" for row in own if row.reason not in ("", SKIPPED)]
+        if left or not own:
+            why = "; ".join(left[:5]) or "none was found"
+            raise ValueError(f"fuse: require={domain!r} is not met in {name}: {why}")
 
 
 def _name(function: Any) -> str:

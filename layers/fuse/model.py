@@ -3,11 +3,11 @@
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from ..core.arguments import Quantization
-from .fuse import check, fuse, skip_of
+from .fuse import Options, fuse, options_of
 
 M = TypeVar("M")
 # The frameworks' packages, and the method of a module that is its call.
@@ -19,9 +19,7 @@ class Call(NamedTuple):
 
     method: str
     fuse: Callable[..., Any]
-    quantization: Any
-    skip: Any
-    report: Any
+    options: Options
 
 
 def swap(
@@ -30,6 +28,7 @@ def swap(
     quantization: Quantization = None,
     skip: Any = (),
     report: Callable[[Any], Any] | None = None,
+    require: str | Iterable[str] = (),
 ) -> M:
     """Returns `model` as a module whose own call `normfuse.fuse` serves; in Linen, its `apply`.
 
@@ -41,8 +40,8 @@ def swap(
 
     Args:
       model: a module of nnx or Equinox with a `__call__`, or one of Linen that is not bound.
-      quantization, skip, report: as for `normfuse.fuse`; `report` is called whenever a call is
-        traced.
+      quantization, skip, report, require: as for `normfuse.fuse`; `report` is called whenever a
+        call is traced.
 
     Returns:
       A new module. Equal options make equal classes, so that `jit` traces once.
@@ -77,12 +76,12 @@ def swap(
         raise ValueError(
             f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
         )
-    check("swap", fuse, quantization, report)
+    options = options_of("swap", fuse, quantization, skip, report, require)
     of_framework = fuse
     if framework == "flax.nnx":
         from ..fuse_nnx import fuse as of_framework  # imports Flax
 
-    return _swapped(model, Call(method, of_framework, quantization, skip_of("swap", skip), report))
+    return _swapped(model, Call(method, of_framework, options))
 
 
 def _swapped(model: Any, call: Call) -> Any:
@@ -110,8 +109,7 @@ def _subclass(base: type, call: Call) -> type:
     own = getattr(base, call.method)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        options = {"quantization": call.quantization, "skip": call.skip, "report": call.report}
-        return call.fuse(own, **options)(self, *args, **kwargs)
+        return call.fuse(own, **call.options._asdict())(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         plain = object.__new__(base)

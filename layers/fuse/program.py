@@ -22,7 +22,7 @@ from ...native.jaxpr import JIT, REMAT, line_of, rebuilt, results_of
 from ...native.kernel import bound
 from ..dense import epilogue
 from ..dense.matmul import product_p, shared
-from .closure import UNKNOWN, Origin
+from .closure import UNKNOWN, Closure
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
 from .sites import Read, Site, SiteFailed, Theirs, explained, fitted, plain_type
 
@@ -74,7 +74,7 @@ class Program:
         origins: Sequence[Any] = (),
         depends: Sequence[frozenset[Any]] = (),
         within: str = "",
-        names: Mapping[int, Origin] | None = None,
+        names: Closure | None = None,
     ):
         jaxpr = closed.jaxpr
         self.avals: list[Any] = []
@@ -100,7 +100,7 @@ class Program:
         self._consts |= {v: c for v, c in zip(self.inputs, known) if c is not None}
         depends = depends or [frozenset() if o is None else frozenset([o]) for o in origins]
         self.made_of: dict[int, frozenset[Any]] = dict(zip(self.inputs, depends))
-        self.names = names or {}
+        self.names: Any = names or {}
         self.results = self._add(jaxpr, closed.consts, self.inputs, None)
         self.readers: dict[int, list[Equation]] = {}
         for equation in self.equations:

@@ -11,6 +11,7 @@ from jax import lax
 
 from normfuse import fuse
 from normfuse.layers.core.op import Op
+from normfuse.layers.fuse.closure import origins_of
 
 fusing = importlib.import_module("normfuse.layers.fuse.fuse")  # its function hides the module
 
@@ -75,7 +76,7 @@ def test_reading_and_matching_call_few_functions_for_an_equation(quantization):
 
     def calls(layers):
         closed = jax.make_jaxpr(loss)(*arguments(layers, 2))
-        origins = fusing.origins_of(arguments(layers, 2), {})
+        origins = origins_of(arguments(layers, 2), {})
         with cProfile.Profile() as profile:
             program = fusing.Program(closed, origins=origins)
             fusing.plan(program, quantization, ())
