@@ -24,6 +24,7 @@ Monomial = tuple[tuple[Atom, int], ...]  # atoms with their powers, in order
 Coefficient = tuple[float, float]  # a number, and how far it may be from what it stands for
 Terms = tuple[tuple[Monomial, Coefficient], ...]
 _DEGREE = 8
+_LARGEST = 32  # terms and atoms of a polynomial, and of those within it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Polynomial:
         return Polynomial(self.of, (((((name, inner), 1),), (sign, 0.0)),))
 
 
+def _size(terms: Terms | None) -> int:
+    """Returns how many atoms there are in a polynomial, and in those within it."""
+    return sum(1 + _size(inner) for monomial, _ in terms or () for (_, inner), _ in monomial)
+
+
 _G: Monomial = ((("g", None), 1),)
 
 
@@ -97,7 +103,9 @@ class Activations:
     def read(self, made: Equation) -> None:
         """Finds the polynomial of an equation's result."""
         found, (out,), avals = self._read(made), made.outs, self.program.avals
-        if found is not None and avals[found.of].shape == avals[out].shape:
+        if found is None or _size(found.terms) > _LARGEST:
+            return
+        if avals[found.of].shape == avals[out].shape:
             self.of[out] = found
 
     def _read(self, made: Equation) -> Polynomial | None:

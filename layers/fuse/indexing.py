@@ -20,7 +20,7 @@ from jax.lax import GatherScatterMode
 
 from .indices import Affine, affine
 from .labels import UNCHANGED
-from .program import Equation, Program
+from .program import Equation, Facts, Program
 from .sites import Left, Site
 
 LONGEST = 64
@@ -71,19 +71,23 @@ class Grid:
         return lax.pad(placed, lax.full((), fill, placed.dtype), spaces)
 
 
-def columns(program: Program, v: int) -> list[Affine] | None:
-    """Returns each index of a gather or scatter as a function of where it stands; else None."""
+def columns(program: Program, v: int) -> Facts:
+    """Finds each index of a gather or scatter as a function of where it stands."""
     made, shape = program.maker.get(v), program.avals[v].shape
     last = len(shape) - 1
     if made is not None and made.name == "concatenate" and made.params["dimension"] == last:
-        parts = [columns(program, one) for one in made.ins]
-        return None if None in parts else [c for part in parts if part for c in part]
+        found: list[Affine] = []
+        for one in made.ins:
+            if (part := (yield columns, one)) is None:
+                return None
+            found += part
+        return found
     if shape[-1] == 0:
         return []
-    if (found := affine(program, v)) is None:
+    if (one := affine(program, v)) is None:
         return None
-    *along, step = found.coefficients
-    return [Affine(tuple(along), found.constant + k * step) for k in range(shape[-1])]
+    *along, step = one.coefficients
+    return [Affine(tuple(along), one.constant + k * step) for k in range(shape[-1])]
 
 
 def grid(program: Program, equation: Equation) -> Grid | None:
@@ -104,7 +108,7 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         starts, batched = n.scatter_dims_to_operand_dims, n.scatter_indices_batching_dims
     if not shape or 0 in (*elements, *shape):
         return None
-    if (found := columns(program, equation.ins[1])) is None:
+    if (found := program.fact(columns, equation.ins[1])) is None:
         if program.const(equation.ins[1]) is None:
             return None
         raise Left("its indices are not evenly spaced")
@@ -170,7 +174,7 @@ def covering(program: Program, last: Equation) -> list[Write]:
         if made.name == "convert_element_type":
             casts = (made.params["new_dtype"], *casts)
             continue
-        own = program.proved.get((grid, made))
+        own = program.facts.get((grid, made))
         if made.name != "scatter" or own is None:
             return []
         writes.append(Write(own, made.ins[2], casts))
@@ -205,7 +209,7 @@ def written(
 ) -> tuple[Sequence[int], str, Callable[..., Array]]:
     """Returns what is read, what serves and what computes the result of a scatter."""
     base, _, update = equation.ins
-    one, number = program.proved[grid, equation], program.uniform(base)
+    one, number = program.facts[grid, equation], program.uniform(base)
     if writes := covering(program, equation):
         served = "stack and reshape" if one.partial else "its update"
         return [w.update for w in writes], served, functools.partial(joined, writes)
@@ -229,7 +233,7 @@ def site_of(program: Program, equation: Equation) -> Site | None:
         return None
     if (one := grid(program, equation)) is None:
         return None
-    program.proved[grid, equation] = one
+    program.facts[grid, equation] = one
     if sets:
         reads, served, compute = written(program, equation)
     elif one.count == one.shape:

@@ -1,7 +1,7 @@
 """Integers of a program as affine functions of positions, and masks that compare such.
 
 Proved from the equations (iota, sums, comparisons), so that a causal mask of any length is never
-computed to be recognised. Each value's answer is kept in the program: asking is linear in its size.
+computed to be recognised. What each value is, is a fact of the program: found once, in linear time.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ import numpy as np
 
 from .constants import COMPARED, Known, evaluated
 from .labels import MOVED, expand, fresh, moved, moved_back, size
-from .program import Program
+from .program import Facts, Program
 
 DEEPEST = 64
-"""How many equations, one after another, are followed."""
+"""How many equations are followed from an array of two numbers to its mask."""
 
 _PASSED = "copy", "stop_gradient", "sharding_constraint", "pvary", "pcast"
 _MOVES = *MOVED, "slice"
@@ -47,12 +47,9 @@ class Affine:
         return self.constant + low, self.constant + high
 
 
-def affine(program: Program, v: int, depth: int = DEEPEST) -> Affine | None:
+def affine(program: Program, v: int) -> Affine | None:
     """Returns an array of integers as an affine function of its positions; None of others."""
-    key = affine, v
-    if key not in program.proved:
-        program.proved[key] = _affine(program, v, depth)
-    return program.proved[key]
+    return program.fact(_affine, v)
 
 
 def counted(program: Program, v: int) -> int | None:
@@ -68,13 +65,13 @@ def is_zero(program: Program, v: int) -> bool:
     return found is not None and not found.constant and not any(found.coefficients)
 
 
-def _affine(program: Program, v: int, depth: int) -> Affine | None:
+def _affine(program: Program, v: int) -> Facts:
     aval, made = program.avals[v], program.maker.get(v)
-    if not jnp.issubdtype(aval.dtype, jnp.integer) or depth == 0 or 0 in aval.shape:
+    if not jnp.issubdtype(aval.dtype, jnp.integer) or 0 in aval.shape:
         return None
     if (number := program.uniform(v)) is not None:
         return Affine.number(int(number.x), aval.ndim)
-    found = None if made is None else _affine_of(program, made, aval, depth - 1)
+    found = None if made is None else (yield from _affine_of(program, made, aval))
     found = found or _constant_affine(program, v)
     if found is None:
         return None
@@ -84,32 +81,35 @@ def _affine(program: Program, v: int, depth: int) -> Affine | None:
     return found if limits.min <= low and high <= limits.max else None
 
 
-def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | None:
+def _affine_of(program: Program, made: Any, aval: Any) -> Facts:
     """Returns an equation's result from its operands', as if integers had no end."""
-    p, back = made.params, lambda i: affine(program, made.ins[i], depth)
+    p, ins = made.params, made.ins
     match made.name:
         case "iota":
             return Affine(tuple(int(d == p["dimension"]) for d in range(aval.ndim)), 0)
         case "add" | "sub":  # operands have one shape, or are scalars
-            a, b = (_widened(back(i), aval.ndim) for i in (0, 1))
+            a = _widened((yield _affine, ins[0]), aval.ndim)
+            b = _widened((yield _affine, ins[1]), aval.ndim) if a else None
             return a + b.times(1 if made.name == "add" else -1) if a and b else None
         case "mul":  # by one number: a product of two positions is no function of this kind
             for i in (0, 1):
-                if (n := program.uniform(made.ins[i])) is not None and (a := back(1 - i)):
+                n = program.uniform(ins[i])
+                if n is not None and (a := (yield _affine, ins[1 - i])):
                     return _widened(a.times(int(n.x)), aval.ndim)
             return None
         case "neg":
-            return a.times(-1) if (a := back(0)) else None
+            return a.times(-1) if (a := (yield _affine, ins[0])) else None
         case "convert_element_type":  # integers that do not fit wrap
-            return back(0)
+            return (yield _affine, ins[0])
         case name if name in _PASSED:
-            return back(0)
+            return (yield _affine, ins[0])
         case name if name in _MOVES:
-            given = program.avals[made.ins[0]].shape
-            return _moved(made, a, given, aval) if (a := back(0)) else None
-        case "select_n" if len(made.ins) == 3:  # the mask is the same everywhere
-            which = decided(program, made.ins[0], depth)
-            return None if which is None else _widened(back(1 + which), aval.ndim)
+            a, given = (yield _affine, ins[0]), program.avals[ins[0]].shape
+            return _moved(made, a, given, aval) if a else None
+        case "select_n" if len(ins) == 3:  # the mask is the same everywhere
+            yield _region, ins[0]  # found without recursion
+            which = decided(program, ins[0])
+            return None if which is None else _widened((yield _affine, ins[1 + which]), aval.ndim)
     return None
 
 
@@ -143,65 +143,75 @@ Region = tuple[Affine, ...]
 """The positions at which a mask is true: wherever all of these are at least 0."""
 
 
-def region(program: Program, v: int, depth: int = DEEPEST) -> Region | None:
+_LARGEST = 64
+"""Half-spaces of a region: one that many more masks cut is not followed."""
+
+
+def region(program: Program, v: int) -> Region | None:
     """Returns where an array of booleans is true, as an intersection of half-spaces; else None."""
-    key = region, v
-    if key not in program.proved:
-        aval = program.avals[v]
-        known = aval.dtype == jnp.bool_ and depth > 0 and 0 not in aval.shape
-        program.proved[key] = _region(program, v, aval, depth - 1) if known else None
-    return program.proved[key]
+    return program.fact(_region, v)
 
 
-def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
+def _region(program: Program, v: int) -> Facts:
+    aval = program.avals[v]
+    if aval.dtype != jnp.bool_ or 0 in aval.shape:
+        return None
     everywhere = lambda true: () if true else (Affine.number(-1, aval.ndim),)
     if (number := program.uniform(v)) is not None:
         return everywhere(number.x)
     made = program.maker.get(v)
     if made is None:
         return _constant_region(program, v)
-    back = lambda i: region(program, made.ins[i], depth)
     two = two_valued(program, v)
     if two is not None and two.mask != v:  # it is another mask, or its complement, or a constant
         no, yes = bool(two.no.x), bool(two.yes.x)
         if no == yes:
             return everywhere(yes)
-        found = region(program, two.mask, depth)
+        found = yield _region, two.mask
         return found if yes or found is None else complement(found)
+    found = yield from _region_of(program, made, aval)
+    return None if found is None or len(found) > _LARGEST else tuple(dict.fromkeys(found))
+
+
+def _region_of(program: Program, made: Any, aval: Any) -> Facts:
+    ins = made.ins
     match made.name:
         case "ge" | "gt" | "le" | "lt" | "eq":  # integers: a > b is a >= b + 1
-            a, b = (_widened(affine(program, v, depth), aval.ndim) for v in made.ins)
+            a, b = (yield _affine, ins[0]), (yield _affine, ins[1])
+            a, b = _widened(a, aval.ndim), _widened(b, aval.ndim)
             if a is None or b is None:
                 return None
             one = Affine.number(-1 if made.name in ("gt", "lt") else 0, aval.ndim)
             up, down = a + b.times(-1) + one, b + a.times(-1) + one
             return (up, down) if made.name == "eq" else (up,) if made.name[0] == "g" else (down,)
         case "and":  # both intersections
-            a, b = back(0), back(1)
+            a, b = (yield _region, ins[0]), (yield _region, ins[1])
             return None if a is None or b is None else (*a, *b)
-        case "select_n" if len(made.ins) == 3:  # jnp.tril: with False on one side, an "and"
-            if program.avals[made.ins[0]].ndim != aval.ndim or (which := back(0)) is None:
+        case "select_n" if len(ins) == 3:  # jnp.tril: with False on one side, an "and"
+            which = yield _region, ins[0]
+            if program.avals[ins[0]].ndim != aval.ndim or which is None:
                 return None
             sides = (which, 2, 1), (complement(which), 1, 2)
             for where, one, other in sides:
-                if where is not None and program.number(made.ins[other]) == 0:
-                    return None if (more := back(one)) is None else (*where, *more)
+                if where is not None and program.number(ins[other]) == 0:
+                    more = yield _region, ins[one]
+                    return None if more is None else (*where, *more)
             return None
         case name if name in _MOVES:  # each half-space by itself
-            given = program.avals[made.ins[0]].shape
-            if (found := back(0)) is None:
+            found, given = (yield _region, ins[0]), program.avals[ins[0]].shape
+            if found is None:
                 return None
             each = tuple(m for one in found if (m := _moved(made, one, given, aval)) is not None)
             return each if len(each) == len(found) else None
     return None
 
 
-def decided(program: Program, v: int, depth: int = DEEPEST) -> bool | None:
+def decided(program: Program, v: int) -> bool | None:
     """Returns what a mask is everywhere, where that is proved; else None.
 
     An affine function has its least and its greatest value at corners of the array.
     """
-    found, shape = region(program, v, depth), program.avals[v].shape
+    found, shape = region(program, v), program.avals[v].shape
     if found is None:
         return None
     extremes = [one.extremes(shape) for one in found]

@@ -8,7 +8,7 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,10 @@ from .sites import Read, Site, SiteFailed, Theirs, explained, fitted, plain_type
 
 CALLS = "custom_jvp_call", "custom_vjp_call", epilogue.forward.primitive.name
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
+
+
+Facts = Generator[tuple[Any, int], Any, Any]
+"""How a domain finds a value's fact: it yields (domain, value) and is sent the fact of each."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,7 +97,7 @@ class Program:
         self._shadow = 0  # the call that is read now, from 1; 0 for none
         self._consts: dict[int, Any] = {}
         self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
-        self.proved: dict[Any, Any] = {}  # what `indices` and `indexing` know
+        self.facts: dict[tuple[Any, Any], Any] = {}  # by domain and value
         self._same: dict[Any, Any] = {}
         self.inputs = [self._new(v.aval) for v in jaxpr.invars]
         self.origins = {v: o for v, o in zip(self.inputs, origins) if o is not None}
@@ -190,7 +194,7 @@ class Program:
             number = uniform(name, params, out, numbers, size) if out.size else None
             self._uniform[equation.outs[0]] = number
         if name in RULES and self._consts.keys() >= {*ins}:
-            self._consts[equation.outs[0]] = lambda: self._compute(equation)
+            self._consts[equation.outs[0]] = equation
         if kind == "product":
             self._add_within(inside, equation)
             self.equations[-1].outs[:] = equation.outs
@@ -256,24 +260,36 @@ class Program:
             (whole[i],) = self._equation(explicit, [v], scope)
         return whole
 
-    # ---------------------------------------------------------------- constants
+    # ---------------------------------------------------------------- facts
 
-    def _compute(self, equation: Equation) -> Known | None:
-        out, operands = self.avals[equation.outs[0]], [self.known(v) for v in equation.ins]
-        if any(x is None for x in operands):
-            return None
-        return evaluated(equation.name, equation.params, out, operands)
+    def fact(self, domain: Callable[["Program", int], Facts], v: int) -> Any:
+        """Returns what a domain finds of a value, which is kept: each is asked once.
+
+        The domains of the values that it is made of are asked first, without recursion: programs
+        are longer than Python's stack, and values are read in more places than one.
+        """
+        facts, key = self.facts, (domain, v)
+        if key in facts:
+            return facts[key]
+        stack, answer = [(key, domain(self, v))], None
+        while stack:
+            key, steps = stack[-1]
+            try:
+                asked = steps.send(answer)
+            except StopIteration as done:
+                answer = facts[key] = done.value
+                stack.pop()
+                continue
+            if asked not in facts:
+                stack.append((asked, asked[0](self, asked[1])))
+            answer = facts.get(asked)
+        return answer
+
+    # ---------------------------------------------------------------- constants
 
     def known(self, v: int) -> Known | None:
         """A value that depends on constants alone, in its dtype; None for others."""
-        x: Any = self._consts.get(v)
-        if callable(x):
-            try:
-                x = x() if self.avals[v].size <= LARGEST_CONSTANT else None
-            except Exception:  # an array of several hosts, say
-                x = None
-            self._consts[v] = x
-        return x
+        return self.fact(_constant, v) if v in self._consts else None
 
     def const(self, v: int) -> Any:
         """A value that depends on constants alone, as a NumPy array; None for others."""
@@ -312,14 +328,7 @@ class Program:
     def origin(self, v: int) -> Any:
         """Returns the argument that a value is a part of, cast, cut, joined to others or laid out
         anew; else None."""
-        if v < 0:
-            return None
-        v = self.root(v, lambda made: made.name in _PEELED or self.is_scaled(made))
-        made, name = self.made(v)
-        if name in ("concatenate", "stack"):
-            joined = [self.origin(u) for u in made.ins]
-            return None if None in joined else joined[0]
-        return self.origins.get(v) if jnp.issubdtype(self.avals[v].dtype, jnp.floating) else None
+        return self.fact(_origin, v) if v >= 0 else None
 
     def root(self, v: int, passes: Callable[[Equation], bool]) -> int:
         """Goes back by first operands, as long as the equations pass."""
@@ -460,8 +469,7 @@ class Program:
 
     def is_random(self, v: int) -> bool:
         """Tells if a value is made of random numbers."""
-        random = [out for each in self.equations if each.name in _RANDOM for out in each.outs]
-        return bool(random) and self.depends(v, random)
+        return self.fact(_random, v)
 
     def line(self, v: int) -> str:
         """Returns the named scopes and the user's line of what makes a value."""
@@ -472,6 +480,48 @@ class Program:
 
     def described(self, equation: Equation) -> str:
         return f"{equation.params.get('name') or equation.name} at {line_of(equation.eqn)}"
+
+
+# ---------------------------------------------------------------- domains
+
+
+def _constant(g: Program, v: int) -> Facts:
+    x: Any = g._consts.get(v)
+    if x is None or g.avals[v].size > LARGEST_CONSTANT:
+        return None
+    if not isinstance(x, Equation):  # of outside
+        try:
+            return x()
+        except Exception:  # an array of several hosts, say
+            return None
+    operands = []
+    for u in x.ins:
+        operands.append((yield _constant, u))
+        if operands[-1] is None:
+            return None
+    return evaluated(x.name, x.params, g.avals[v], operands)
+
+
+def _origin(g: Program, v: int) -> Facts:
+    made, name = g.made(v)
+    if made is not None and made.ins and (name in _PEELED or g.is_scaled(made)):
+        return (yield _origin, made.ins[0])
+    if name in ("concatenate", "stack"):
+        for u in reversed(made.ins):
+            if (joined := (yield _origin, u)) is None:
+                return None
+        return joined
+    return g.origins.get(v) if jnp.issubdtype(g.avals[v].dtype, jnp.floating) else None
+
+
+def _random(g: Program, v: int) -> Facts:
+    made, name = g.made(v)
+    if made is None or name in _RANDOM:
+        return made is not None
+    for u in made.ins:
+        if (yield _random, u):
+            return True
+    return False
 
 
 # ---------------------------------------------------------------- calls with own derivatives
@@ -512,15 +562,38 @@ def _defined(spec: Any, tree: Any, avals: tuple[Any, ...]) -> Any:
     return jax.make_jaxpr(bound(epilogue.define_forward, spec, tree=tree))(*avals)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A `custom_jvp_call`, equal to others of the same body and derivative."""
+
+    eqn: Any = dataclasses.field(compare=False)
+    body: Any
+    derivative: Any
+    avals: tuple[Any, ...]
+
+
 def is_jaxs_own(eqn: Any) -> bool:
     """Tells if a function with a derivative of its own is one that JAX has, such as `softmax`.
 
     Names prove nothing: its program and that of its derivative have to be equal to JAX's. Then its
     equations say what it is, and their derivative is its derivative but for rounding.
     """
-    avals = [v.aval for v in eqn.invars]
+    avals = tuple(v.aval for v in eqn.invars)
     if len(eqn.outvars) != 1 or not avals or not jnp.issubdtype(avals[0].dtype, jnp.floating):
         return False
+    inner, derivative = eqn.params["call_jaxpr"].jaxpr.eqns, jax_private.derivative_of(eqn)
+    if len(inner) != 1 or inner[0].primitive.name not in JIT or derivative is None:
+        return _is_jaxs_own(eqn, avals)
+    # JAX has one program of a jitted function and these types, as in 400 layers with a relu.
+    return _is_known(_Call(eqn, inner[0].params["jaxpr"], derivative, avals))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_known(call: _Call) -> bool:
+    return _is_jaxs_own(call.eqn, call.avals)
+
+
+def _is_jaxs_own(eqn: Any, avals: Sequence[Any]) -> bool:
     bind = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
 
     def text(function: Any) -> str:

@@ -435,8 +435,8 @@ def _maximum(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
 # Each rule returns the Form of the result, or None where it is not proved.
 
 
-def times(g: Any, form: Form, other: int) -> Form | None:
-    """A form times an array: of a mask, a one-hot array, or the weights of losses."""
+def times(g: Any, form: Form, other: int, weights: int = 2) -> Form | None:
+    """A form times an array: of a mask, a one-hot array, or at most two weights of losses."""
     if form.mixed or not _fits(g, other, form.dims):
         return None
     two = two_valued(g.program, other, form.dims) if form.along else None
@@ -456,9 +456,9 @@ def times(g: Any, form: Form, other: int) -> Form | None:
     elif form.hot or form.is_loss:
         return _weighted(g, form, other)
     made = g.program.maker.get(other)
-    if made is not None and made.name == "mul" and form.along:  # a one-hot array with weights
+    if made is not None and made.name == "mul" and form.along and weights:  # a one-hot array's
         for a, b in (made.ins, made.ins[::-1]):
-            first = times(g, form, a)
+            first = times(g, form, a, weights - 1)
             if first is not None and first.hot:
                 return times(g, first, b)
     return None
@@ -542,29 +542,34 @@ def _masked(
     added: bool = False,
 ) -> Form | None:
     """scores where a mask has the value `keep`, `fill` elsewhere; of exponentials 0 there."""
-    if g.program.avals[pred].ndim == 0 or len(dims) != g.program.avals[pred].ndim:
-        return None
     if form.along != 1 or form.terms and not form.exp:
         return None
-    v, dims, *_ = g.peel(pred, dims)
-    if not set(atoms(dims)) <= set(atoms(form.dims)):
-        return None
-    again = functools.partial(_masked, g, fill=fill, added=added)
-    two = two_valued(g.program, v, dims)
-    if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
-        return again(form, two.mask, two.dims, yes == keep)
-    made, name = g.program.made(v)
-    whole = lambda u: g.program.avals[u].shape == g.program.avals[v].shape
-    if name == ("and" if keep else "or") and all(map(whole, made.ins)):
-        # Each part by itself: one of them may be constant. A row's fill is the same for all.
-        if not added:
-            first = again(form, made.ins[0], dims, keep)
-            return first and again(first, made.ins[1], dims, keep)
-    g.applied.append((v, dims, keep))
-    mask, masks = Mask(v, dims, keep, fill, added), form.base.masks
-    if mask in masks:
-        return form
-    return replace(form, base=replace(form.base, masks=(*masks, mask)))
+    avals, masks, parts = g.program.avals, [*form.base.masks], [(pred, dims, keep)]
+    for part in parts:
+        pred, dims, keep = part
+        if avals[pred].ndim == 0 or len(dims) != avals[pred].ndim or len(parts) > _MOST_PARTS:
+            return None
+        v, dims, *_ = g.peel(pred, dims)
+        if not set(atoms(dims)) <= set(atoms(form.dims)):
+            return None
+        two, (made, name) = two_valued(g.program, v, dims), g.program.made(v)
+        more = []
+        if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
+            more = [(two.mask, two.dims, yes == keep)]
+        elif name == ("and" if keep else "or") and not added:
+            # Each part by itself: one of them may be constant. A row's fill is the same for all.
+            more = [(u, dims, keep) for u in made.ins if avals[u].shape == avals[v].shape]
+            more = more if len(more) == len(made.ins) else []
+        parts += [one for one in more if one not in parts]
+        if not more:
+            g.applied.append((v, dims, keep))
+            mask = Mask(v, dims, keep, fill, added)
+            masks += [mask] * (mask not in masks)
+    return replace(form, base=replace(form.base, masks=tuple(masks)))
+
+
+_MOST_PARTS = 64
+"""Conjuncts of a mask: one of more stays."""
 
 
 def one_hot(g: Any, form: Form, pred: int, dims: Dims, selects: bool = False) -> Form | None:
