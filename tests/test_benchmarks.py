@@ -8,10 +8,13 @@ import os
 import pathlib
 import re
 import statistics
+import subprocess
 import sys
+import time
 
 import foreign_steps_toy
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -62,6 +65,40 @@ def test_a_kernel_that_is_wrong_is_said(every_kernel, monkeypatch, rng):
         SystemExit, match=rf"{kernel.name} .*: error [12]\.\d\de-02, at most 1\.\d\de-02"
     ):
         every_kernel.error_of(kernel, spec, operands)
+
+
+# ---------------------------------------------------------------- how long a GPU is busy
+
+
+def test_kernels_beside_each_other_count_once_and_long_pauses_are_gaps():
+    busy = loaded("device_time").busy
+    kernels = [("b", 50e3, 150e3), ("a", 0, 100e3), ("c", 160e3, 200e3), ("d", 260e3, 300e3)]
+    assert busy(kernels, steps=1) == {"busy": 0.23, "gaps": 0.06, "profiled": 0.3}
+    assert busy([("inside", 20e3, 40e3), *kernels], steps=1)["busy"] == 0.23
+    assert busy(kernels, steps=2)["busy"] == 0.115
+    assert busy([]) == {}
+
+
+# ---------------------------------------------------------------- commands side by side
+
+
+def test_commands_take_turns_on_gpus_and_end_in_time(tmp_path):
+    jobs = tmp_path / "jobs.txt"
+    lines = [
+        "# a comment",
+        """9 echo '{"gpu": '$CUDA_VISIBLE_DEVICES'}'; echo words""",
+        "1 sleep 60 | cat",
+        "90 echo never",
+    ]
+    jobs.write_text("\n".join(lines))
+    command = [sys.executable, REPOSITORY / "benchmarks" / "launch.py", jobs, "--out", tmp_path]
+    began = time.monotonic()
+    subprocess.run([*command, "--seconds", "20", "--gpus", "7"], check=True)
+    assert time.monotonic() - began < 15
+    assert (tmp_path / "results.jsonl").read_text() == '{"gpu": 7}\n'
+    log = (tmp_path / "log.txt").read_text()
+    assert "7: words\n" in log and "exit status -9" in log
+    assert "are left: echo never" in log and "7: never" not in log
 
 
 # ---------------------------------------------------------------- steps of other people's models
@@ -118,6 +155,25 @@ def test_steps_without_what_they_are_named_for_are_not_measured(monkeypatch, cap
 
 
 # ---------------------------------------------------------------- public models of other people
+
+
+def test_packed_texts_begin_at_place_0_and_are_counted_from_1():
+    (tokens, texts, places), labels = loaded("foreign_zoo").packed(3, 64, 100)
+    assert tokens.shape == texts.shape == places.shape == labels.shape == (3, 64)
+    assert texts[:, 0].tolist() == [1, 1, 1] and int(texts.max()) > 1
+    for row, place in zip(np.asarray(texts), np.asarray(places)):
+        assert set(np.diff(row)) <= {0, 1}
+        for text in set(row):
+            assert place[row == text].tolist() == list(range((row == text).sum()))
+
+
+def test_a_step_within_a_trainer_is_the_one_that_is_written(tmp_path, monkeypatch):
+    (tmp_path / "a_trainer.py").write_text(
+        "def main():\n    @nothing\n    def step(x):\n        return grad(lambda y: y * y)(x) + k\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    step = loaded("foreign_zoo").nested("a_trainer", "step", {"grad": jax.grad, "k": 1.0})
+    assert step(3.0) == 7.0
 
 
 def test_a_public_model_is_served_and_computes_the_same():
