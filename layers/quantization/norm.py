@@ -370,8 +370,17 @@ class Normalised(NamedTuple):
     rstd: Array
 
 
-def quantize(spec: NormCodes, *operands: Any, order: Order = BEST) -> Normalised:
-    """Returns the codes of the norm of x, residual, scale and bias."""
+def quantize(
+    spec: NormCodes,
+    x: Array,
+    residual: Array | None = None,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    order: Order = BEST,
+) -> Normalised:
+    """Returns the codes of a norm, and what its gradient needs."""
     norm = replace(spec.norm, cast_before=False, with_mean=spec.norm.centred, with_rstd=True)
-    q, qt, scale, h, *statistics = op(replace(spec, norm=norm), *operands, order=order)
-    return Normalised(q, qt, scale, operands[0] if h is None else h, *statistics)
+    found = op(replace(spec, norm=norm), x, residual, scale, bias, order=order)
+    q, qt, code_scale, h, mean, rstd = found
+    return Normalised(q, qt, code_scale, x if h is None else h, mean, rstd)
