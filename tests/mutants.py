@@ -672,6 +672,20 @@ MUTANTS = [
         'options["dropout_rate"] = 0.0',
         "tests/fuse/test_dropout.py::test_a_factor_of_two_values_is_dropout[one mask]",
     ),
+    Mutant(  # positions up to a length, that one included
+        "layers/fuse/attention.py",
+        '(order == "le") - at.constant',
+        "-at.constant",
+        "tests/fuse/test_lengths.py"
+        "::test_a_mask_is_given_as_what_it_is_made_of[position <= last]",
+    ),
+    Mutant(  # ids of two arrays, by which a query may not see the key at its place
+        "layers/fuse/attention.py",
+        "itself = len(ids) == 1 and",
+        "itself = len(ids) >= 1 and",
+        "tests/fuse/test_lengths.py"
+        "::test_a_mask_is_given_as_what_it_is_made_of[ids of the transposed]",
+    ),
     Mutant(  # a branch in the place of an attention without keys
         "layers/fuse/attention.py",
         "y = jnp.where(some, y, jax.checkpoint(rest)(q, k, v, every))",

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from .forms import ABSORBING, NUMBER, Form, Mask, Row, Scores
-from .indices import band_of, complement, region, two_valued
+from .indices import affine, band_of, complement, region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Equation, Program, is_precise
 from .scores import Operands, ScoreForms
@@ -26,6 +26,10 @@ LARGEST_BIAS = 1e4
 """A larger number added to scores rounds them away in float32."""
 
 
+Part = tuple[int, Dims, bool]
+"""A mask, or a part of one: a value, its labels, and what it is where scores stay."""
+
+
 @dataclasses.dataclass
 class Seen:
     """The keys that queries see, and what is added to their scores.
@@ -35,22 +39,31 @@ class Seen:
       dtype: what the attention is computed in.
       options: of `attend`.
       masks, biases: what is known at run time only; `fixed` a constant mask.
+      lengths: (value, labels, number to add) of how many queries and how many keys there are.
+      segments: (value, labels) of the queries' segments and of the keys'.
       kept: masks of the probabilities that dropout keeps.
     """
 
     groups: tuple[Any, ...]
     dtype: Any
     options: dict[str, Any]
-    masks: list[Mask] = dataclasses.field(default_factory=list)
+    masks: list[Part] = dataclasses.field(default_factory=list)
     biases: list[tuple[int, Dims, float]] = dataclasses.field(default_factory=list)
     fixed: Any = None
-    kept: tuple[tuple[int, Dims, bool], ...] = ()
+    lengths: tuple[list[Any], list[Any]] = dataclasses.field(default_factory=lambda: ([], []))
+    segments: list[tuple[int, Dims]] = dataclasses.field(default_factory=list)
+    kept: tuple[Part, ...] = ()
+
+    @property
+    def at_run_time(self) -> bool:
+        """Tells if it is known at run time only what queries see."""
+        return bool(self.masks or any(self.lengths) or self.segments)
 
     def arrays(self, read: Read) -> dict[str, Any]:
         """Returns arrays of `normfuse.attention`, by their names."""
         batch, queries, heads, keys = self.groups
         place = lambda x, dims: arrange(x, dims, (batch, heads, queries, keys), full=False)
-        masks = [place(read(m.value), m.dims) == m.keep for m in self.masks]
+        masks = [place(read(m), dims) == keep for m, dims, keep in self.masks]
         if self.fixed is not None:
             masks.append(jnp.asarray(self.fixed)[None, None])
         biases = [times(place(read(b), dims), factor) for b, dims, factor in self.biases]
@@ -58,7 +71,24 @@ class Seen:
         kept = [place(read(m), dims) == keep for m, dims, keep in self.kept]
         given = {"bias": (add, biases), "mask": (jnp.logical_and, masks)}
         given["dropout_mask"] = jnp.logical_and, kept
-        return {name: functools.reduce(join, xs) for name, (join, xs) in given.items() if xs}
+        found = {name: functools.reduce(join, xs) for name, (join, xs) in given.items() if xs}
+        lengths = []
+        for each, n in zip(self.lengths, map(size, (queries, keys))):
+            counts = [_count(arrange(read(l), dims, (batch,)), more, n) for l, dims, more in each]
+            lengths.append(functools.reduce(jnp.minimum, counts) if counts else None)
+        if any(self.lengths):
+            found["lengths"] = tuple(lengths)
+        if self.segments:
+            placed = zip(self.segments, (queries, keys))
+            ids = tuple(arrange(read(x), dims, (batch, of)) for (x, dims), of in placed)
+            found["segment_ids"] = ids
+        return found
+
+
+def _count(x: Any, more: int, n: int) -> Any:
+    """Returns integers plus a number, from 0 to n."""
+    least = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -n - abs(more)
+    return jnp.clip(jnp.clip(x, least, n + abs(more)).astype(jnp.int32) + more, 0, n)
 
 
 def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
@@ -116,6 +146,8 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         "causal": options["causal"],
         f"window {options['window']}": options["window"],
         "constant mask": seen.fixed is not None,
+        "lengths": any(seen.lengths),
+        "segments": seen.segments,
         "run-time mask": seen.masks,
         "bias": seen.biases,
         f"softcap {found.softcap}": found.softcap,
@@ -134,7 +166,8 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), form.dims)
         return [times(y, factor).astype(g.avals[value].dtype)]
 
-    reads = [u for u, *_ in (*operands, *seen.biases, *seen.kept)] + [m.value for m in seen.masks]
+    given = *seen.masks, *seen.biases, *seen.kept, *seen.segments, *seen.lengths[0]
+    reads = [u for u, *_ in (*operands, *given, *seen.lengths[1])]
     types = {u: jax.ShapeDtypeStruct(g.avals[u].shape, g.avals[u].dtype) for u in reads}
     given = jax.eval_shape(lambda given: seen.arrays(given.__getitem__), types)
     shapes = [tuple(map(size, to)) for _, _, to in operands]
@@ -220,12 +253,13 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
     for m in base.masks:
         if m.fill + reach > MASKED:
             raise Left(f"a mask writes {m.fill:g} into the scores, which is not out of their reach")
-        if (band := _band(g, m, queries, keys)) is not None:
+    for part in _parts(forms, base.masks):
+        if (band := _band(g, part, queries, keys)) is not None:
             low, high = max(low, band[0]), min(high, band[1])
-        elif (plane := _plane(g, m, queries, keys)) is not None:
+        elif (plane := _plane(g, part, queries, keys)) is not None:
             fixed.append(plane)
-        else:
-            seen.masks.append(m)
+        elif not _sort_integers(forms, part, seen):
+            seen.masks.append(part)
     t, s = size(queries), size(keys)
     is_option = lambda low, high: low == 0 <= high and t <= s or low <= -(s - 1) and high >= t - 1
     sees = True
@@ -243,8 +277,12 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
     if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
         row = replace(row, value=np.float64(mean))  # a mean, without the rounding
     infinite = _sort_biases(forms, base, seen)
-    if seen.masks or not sees:
-        seen.options["rows"] = _rows(base.masks, row, sees, mean)
+    places = zip(seen.segments, (tuple(queries), keys))
+    ids = {(v, tuple([0 if expand(d) == of else d for d in dims])) for (v, dims), of in places}
+    itself = len(ids) == 1 and t == s and low <= 0 <= high  # each query sees the key at its place
+    others = seen.fixed is not None or seen.masks or any(seen.lengths)
+    if (seen.at_run_time or not sees) and (others or not itself):
+        seen.options["rows"] = _rows(base.masks, row, sees or seen.at_run_time, mean)
     if infinite:
         seen.options["rows"] = _rows_of_biases(base.masks, row, mean, seen)
     seen.options["infinite"], rows = infinite, seen.options["rows"]
@@ -314,10 +352,66 @@ def _rows_of_biases(masks: Sequence[Mask], row: Row, mean: float, seen: Seen) ->
     return ("absorbed" if step >= LARGEST_STEP else "shifted") if adds else "written"
 
 
-def _band(g: Program, m: Mask, queries: list, keys: Labels):
+def _parts(forms: ScoreForms, masks: Sequence[Mask]) -> Iterator[Part]:
+    """Yields the masks that are all true where scores stay."""
+    g, stack, done = forms.program, [(m.value, m.dims, m.keep) for m in masks[::-1]], set()
+    while stack:
+        v, dims, keep = stack.pop()
+        v, dims, *_ = forms.peel(v, dims)
+        two = two_valued(g, v, dims)
+        if two is not None and two.mask != v and bool(two.yes.x) != bool(two.no.x):
+            stack.append((two.mask, two.dims, bool(two.yes.x) == keep))
+        elif (v, dims, keep) not in done:
+            done.add((v, dims, keep))
+            made, name = g.made(v)
+            whole = name == ("and" if keep else "or") and g.avals[v].dtype == jnp.bool_
+            if whole and all(g.avals[u].shape == g.avals[v].shape for u in made.ins):
+                stack += [(u, dims, keep) for u in made.ins[::-1]]
+            else:
+                yield v, dims, keep
+
+
+_TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+_OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
+
+
+def _sort_integers(forms: ScoreForms, part: Part, seen: Seen) -> bool:
+    """Takes over a mask of lengths, position < length, or of segments, id == id; tells if it is."""
+    (v, dims, keep), g, (batch, queries, _, keys) = part, forms.program, seen.groups
+    made, name = g.made(v)
+    if name not in _OPPOSITE or any(g.avals[u].dtype not in _COUNTING for u in made.ins):
+        return False
+    name = name if keep else _OPPOSITE[name]
+    if any(g.avals[u].shape != g.avals[v].shape for u in made.ins):
+        return False
+    sides = [forms.peel(u, dims)[:2] for u in made.ins]
+    own = [{*atoms(d)} for _, d in sides]
+    if name == "eq" and not seen.segments:
+        for first, second in ((0, 1), (1, 0)):
+            pairs = (own[first], {*queries}), (own[second], {*keys})
+            if all(of <= labels <= {*batch} | of for labels, of in pairs):
+                seen.segments = [sides[first], sides[second]]
+                return True
+    for i, order in enumerate((name, _TURNED.get(name))):
+        at, (length, length_dims) = affine(g, made.ins[i]), sides[1 - i]
+        if at is None or order not in ("lt", "le") or not own[1 - i] <= {*batch}:
+            continue
+        steps = [(expand(d), c) for d, c in zip(dims, at.coefficients) if c]
+        for each, of in zip(seen.lengths, (tuple(queries), tuple(keys))):
+            if steps == [(of, 1)] and abs(at.constant) <= size(of):
+                each.append((length, length_dims, (order == "le") - at.constant))
+                return True
+    return False
+
+
+_COUNTING = jnp.int32, jnp.int64, jnp.uint32
+
+
+def _band(g: Program, part: Part, queries: list, keys: Labels):
     """(low, high) where a mask is proved to keep low <= query - key <= high; None of others."""
-    found = region(g, m.value)
-    if found is not None and not m.keep:
+    v, dims, keep = part
+    found = region(g, v)
+    if found is not None and not keep:
         found = complement(found)
     if found is None:
         return None
@@ -325,7 +419,7 @@ def _band(g: Program, m: Mask, queries: list, keys: Labels):
     roles: list[Any] = [labels if len(labels) == 1 else None for labels in (tuple(queries), keys)]
     for one in found:
         slopes = [0, 0]
-        for labels, c in zip(m.dims, one.coefficients):
+        for labels, c in zip(dims, one.coefficients):
             if c == 0:
                 continue
             if expand(labels) not in roles:
@@ -345,12 +439,13 @@ def _band(g: Program, m: Mask, queries: list, keys: Labels):
     return low, high
 
 
-def _plane(g: Program, m: Mask, queries: list, keys: Labels) -> Any:
+def _plane(g: Program, part: Part, queries: list, keys: Labels) -> Any:
     """Returns for queries and keys if a constant mask keeps scores; None if heads differ."""
-    if size(queries) * size(keys) > LARGEST_CONSTANT or (x := g.const(m.value)) is None:
+    v, dims, keep = part
+    if size(queries) * size(keys) > LARGEST_CONSTANT or (x := g.const(v)) is None:
         return None
-    others = [a for a in atoms(m.dims) if a not in (*queries, *keys)]
-    x = arrange(np.asarray(x == m.keep), m.dims, (others, queries, keys))
+    others = [a for a in atoms(dims) if a not in (*queries, *keys)]
+    x = arrange(np.asarray(x == keep), dims, (others, queries, keys))
     return x[0] if (x == x[:1]).all() else None
 
 
@@ -424,7 +519,7 @@ def attend(q, k, v, given, *, rows, infinite, causal, window, **scores):
         if "mask" in given:
             given["mask"] = given["mask"] | ~some
         if "lengths" in given:
-            given["lengths"] = jnp.where(some[:, 0, 0, 0], given["lengths"], keys)
+            given["lengths"] = None, jnp.where(some[:, 0, 0, 0], given["lengths"][1], keys)
         return attention(q, k, v, **given, **options)
 
     def rest(q, k, v, every):
@@ -462,8 +557,14 @@ def _seen(length: int, keys: int, given: Any, causal: bool, window: int | None) 
         parts.append(((behind >= 0) & (behind < (window or keys)))[None, None])
     if "mask" in given:
         parts.append(given["mask"])
-    if "lengths" in given:
-        parts.append(jnp.arange(keys) < given["lengths"][:, None, None, None])
+    rows, count = given.get("lengths", (None, None))
+    if rows is not None:
+        parts.append(jnp.arange(length)[:, None] < rows[:, None, None, None])
+    if count is not None:
+        parts.append(jnp.arange(keys) < count[:, None, None, None])
+    if "segment_ids" in given:
+        ids, others = given["segment_ids"]
+        parts.append((ids[:, :, None] == others[:, None])[:, None])
     return functools.reduce(jnp.logical_and, parts)
 
 
