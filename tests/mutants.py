@@ -879,6 +879,24 @@ MUTANTS = [
         "tests/fuse/test_front.py::test_words_in_a_closure_cost_nothing",
     ),
     Mutant(
+        "layers/fuse/sites.py",
+        "while sum(widths) > room and",
+        "while False and",
+        "tests/fuse/test_front.py::test_rows_fit_the_terminal",
+    ),
+    Mutant(  # what is wrong in ours alone counts as zero
+        "layers/fuse/compare.py",
+        "and size <= least",
+        "",
+        "tests/fuse/test_compare.py",
+    ),
+    Mutant(
+        "layers/fuse/fuse.py",
+        "left += [(v, name, why, (v,)) for v in _logits(program)]",
+        "pass",
+        "tests/fuse/test_front.py::test_the_last_line_says_that_logits_have_no_loss",
+    ),
+    Mutant(
         "layers/fuse/fuse.py",
         "if left or not own:",
         "if not own:",

@@ -27,11 +27,13 @@ class Difference:
       name: "value", "result" and its place, or "d" and the argument's name and place.
       theirs: the relative error of the function as it is; NaN where the reference has no number.
       ours: that of the fused function.
+      is_zero: it is a gradient that is zero but for rounding, beside that of the largest.
     """
 
     name: str
     theirs: float
     ours: float
+    is_zero: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Comparison:
 
     def __str__(self) -> str:
         table = [("", "theirs", "ours")]
-        table += [(row.name, f"{row.theirs:.1e}", f"{row.ours:.1e}") for row in self.rows]
+        for row in self.rows:
+            errors = [f"{error:.1e}" for error in (row.theirs, row.ours)]
+            table.append((row.name, *(["~0", "~0"] if row.is_zero else errors)))
         replaced = str(self.report).splitlines()[-1]
         return "\n".join([*aligned(table), f"beside {self.reference}; replaced: {replaced}"])
 
@@ -67,8 +71,8 @@ def compare(
     error ‖y − r‖ / ‖r‖ (Euclidean norms). The reference r is of the same program in which every
     floating-point number is a float32; a float64 if the program has none narrower than float32.
     `fuse` has done no harm where both errors are of one size. A gradient that is zero but for
-    rounding has large ones. Where r has no finite element, and y is equal to it, there is nothing
-    to compare: the error is NaN.
+    rounding has large ones, which are printed as `~0`. Where r has no finite element, and y is
+    equal to it, there is nothing to compare: the error is NaN.
 
     What the program itself casts is wide in the reference, too; kernels, callbacks, shard_map and
     functions with a derivative of their own keep their dtypes there. The function is traced three
@@ -147,9 +151,14 @@ def compared(
     ours = _with_gradients(of_arrays(fused), given, rest, scalars[0])
     exact, reference = _reference(closed, given, rest, scalars[0])
     names += [f"d {_place(loss, paths[i][0])}" for i in floats]
-    every = zip(names, theirs, ours, exact, strict=True)
-    rows = tuple(Difference(name, _error(a, c), _error(b, c)) for name, a, b, c in every)
-    return Comparison(rows, reference, reports[-1])
+    sizes = [max(map(_size, each)) for each in zip(theirs, ours, exact, strict=True)]
+    errors = [*zip(map(_error, theirs, exact), map(_error, ours, exact))]
+    # A gradient is zero but for rounding if it is no larger than others' errors in the function.
+    least = 8 * max([e * size for (e, _), size in zip(errors, sizes) if e < 0.1], default=0.0)
+    zero = [i >= len(sizes) - len(floats) and size <= least for i, size in enumerate(sizes)]
+    zero = [is_small and max(each) > 0.1 for is_small, each in zip(zero, errors)]
+    rows = [Difference(name, *each, z) for name, each, z in zip(names, errors, zero, strict=True)]
+    return Comparison(tuple(rows), reference, reports[-1])
 
 
 def _is_float(x: Any) -> bool:
@@ -180,6 +189,11 @@ def _with_gradients(
     both = jax.jit(jax.value_and_grad(first, has_aux=True))
     (_, results), gradients = both(given, rest)
     return jax.device_get([*results, *gradients])
+
+
+def _size(y: Any) -> float:
+    y = np.asarray(y).astype(np.float64)
+    return float(np.linalg.norm(np.where(np.isfinite(y), y, np.inf).ravel()))
 
 
 def _error(y: Any, exact: Any) -> float:

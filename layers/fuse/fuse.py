@@ -5,7 +5,7 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,6 +19,7 @@ from .activations import READ as ACTIVATIONS
 from .activations import Activations
 from .call import Call
 from .codes import with_codes
+from .constants import SAME_ELEMENTS
 from .program import Program
 from .scores import RULES as SCORES
 from .scores import ScoreForms
@@ -292,9 +293,26 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         except Exception as error:
             last = [v for equation in program.equations for v in equation.outs][-1]
             left.append((last, name, _unread(error), ()))
+        if name == "loss" and not sites[name] and not any(kind == name for _, kind, *_ in left):
+            why = "what becomes of its logits is no loss that is known"
+            left += [(v, name, why, (v,)) for v in _logits(program)]
         made.update(v for site in sites[name] for v in site.outs)
         scores.wanted.update(v for site in sites[name] for v in site.reads)
     return sum(sites.values(), []), left
+
+
+def _logits(program: Program) -> Iterator[int]:
+    """Yields the products over a vocabulary of which a softmax is taken, and no shape is a head."""
+    sums = [e.ins[0] for e in program.equations if e.name == "reduce_sum"]
+    summed = {program.root(v, lambda made: made.name in SAME_ELEMENTS) for v in sums}
+    made = [program.maker[v] for v in summed if v in program.maker]
+    exps = [equation.ins[0] for equation in made if equation.name == "exp"]
+    products = [e for e in program.equations if e.name == "dot_general" and len(e.outs) == 1]
+    for out in [e.outs[0] for e in products if min(program.avals[v].ndim for v in e.ins) == 2]:
+        aval = program.avals[out]
+        wide = [v for v in exps if program.avals[v].size == aval.size]
+        if aval.shape[-1] >= losses.SMALLEST and any(program.depends(v, [out]) for v in wide):
+            yield out
 
 
 def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:

@@ -3,8 +3,11 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import os
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -229,6 +232,16 @@ class Report:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table whose columns begin one below the other."""
+    """Returns the lines of a table whose columns begin one below the other.
+
+    They fit the terminal, if there is one: the widest columns are wrapped.
+    """
+    room = shutil.get_terminal_size((1000, 24)).columns - 2 * len(table[0]) + 2
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+    while sum(widths) > room and max(widths) > 12:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in table:
+        cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        lines += itertools.zip_longest(*cells, fillvalue="")
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

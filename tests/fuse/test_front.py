@@ -20,6 +20,7 @@ from jax.experimental import io_callback
 
 import normfuse
 from normfuse.layers import nnx as ours_nnx
+from normfuse.layers.fuse import Report, Row
 
 X, SCALE = draw(0, 4, 8), draw(1, 8)
 
@@ -530,3 +531,42 @@ def test_a_skip_that_is_found_nowhere_names_the_domains_and_the_nearest():
     said = "skip='atention' is in no row.*mean 'attention'.*the domains are attent"
     with pytest.warns(UserWarning, match=said):
         normfuse.fuse(scores, report=str, skip="atention")(q, q, q)
+
+
+# ---------------------------------------------------------------- reports
+
+
+def test_the_last_line_says_that_logits_have_no_loss():
+    def odd(x, w):
+        z = x @ w
+        return jnp.square(jnp.log(jnp.sum(jnp.exp(z * jnp.sin(z)), -1))).mean()
+
+    reports = []
+    normfuse.fuse(odd, report=reports.append)(X, draw(2, 8, 16))
+    assert str(reports[-1]).splitlines()[-1] == "0 of 1 loss", reports[-1]
+    for other in (lambda x, w: jax.nn.softplus(x @ w).sum(), lambda x, w: jnp.exp(x).sum()):
+        normfuse.fuse(other, report=reports.append)(X, draw(2, 8, 16))
+        assert not reports[-1].rows, reports[-1]
+
+
+def test_rows_fit_the_terminal(monkeypatch):
+    reason = "a reason of many words that says why nothing at all could be done about it here"
+    report = Report((Row("some/scope file.py:1", "norm 4 x 8", "", reason),))
+    whole = str(report)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 60 < max(map(len, whole.splitlines()))
+    assert " ".join(whole.split()).count("why nothing") == 1
+    assert sorted(str(report).split()) == sorted(whole.split())
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_large_error():
+    def loss(p, x):
+        q, k, v = x @ p["q"], x @ p["k"] + p["bias"], x @ p["v"]
+        return jnp.square(jax.nn.softmax(q @ k.T / 3) @ v - 1).mean()
+
+    p = {name: draw(i, 8, 8) for i, name in enumerate("qkv")} | {"bias": jnp.ones(8)}
+    found = normfuse.compare(loss, p, X)
+    zero = {row.name: row.is_zero for row in found.rows}
+    assert [name for name, is_zero in zero.items() if is_zero] == ["d p['bias']"], found
+    assert next(line for line in str(found).splitlines() if "bias" in line).split()[-1] == "~0"
