@@ -202,7 +202,13 @@ def test_a_document_with_another_range_or_row_is_said(charts):
 
 
 def test_a_ratio_is_theirs_over_ours_and_defaults_alone_make_the_range(charts):
-    made = lambda ms, gib: {"ms": str(ms), "gib": str(gib), "device": "H100", "busy_ms": "40"}
+    made = lambda ms, gib: {
+        "ms": str(ms),
+        "gib": str(gib),
+        "device": "H100",
+        "busy_ms": "40",
+        "tokens": "8",
+    }
     versions = {"theirs": made(100, 20), "fuse": made(50, 10)}
     row = charts["Row"]("Model", versions)
     assert (row.ratio("fuse"), row.ratio("fuse, fp8"), row.busy("fuse")) == (2, None, 0.8)
