@@ -151,6 +151,8 @@ class Op:
       definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`; None for the
         body's, of whole arrays, with definitions in place of its kernels.
       placement: how devices share it; None where XLA partitions its definition.
+      batching: its rules under `vmap`.
+      derivative: its rules for tangents and for what is linear in an operand.
       types: `(spec, *operands' types) -> the results' types`, or None where the definition has to
         say; only an optimization.
       before: `(ctx, spec, order) -> order`, when it is lowered.
