@@ -676,8 +676,7 @@ MUTANTS = [
         "layers/fuse/attention.py",
         '(order == "le") - at.constant',
         "-at.constant",
-        "tests/fuse/test_lengths.py"
-        "::test_a_mask_is_given_as_what_it_is_made_of[position <= last]",
+        "tests/fuse/test_lengths.py::test_a_mask_is_given_as_what_it_is_made_of[position <= last]",
     ),
     Mutant(  # ids of two arrays, by which a query may not see the key at its place
         "layers/fuse/attention.py",
@@ -700,8 +699,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/scores.py",
-        'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
-        'if name in ("and", "or") and all(map(whole, made.ins)):',
+        'elif name == ("and" if keep else "or") and split:',
+        'elif name in ("and", "or") and split:',
         "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",
     ),
     Mutant(

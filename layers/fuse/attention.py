@@ -16,7 +16,7 @@ from .forms import ABSORBING, NUMBER, Form, Mask, Row, Scores
 from .indices import affine, band_of, complement, region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Equation, Program, is_precise
-from .scores import Operands, ScoreForms
+from .scores import Operands, ScoreForms, conjuncts
 from .sites import Left, Read, Site, called, said
 
 _CHANGING = "mul", "div", "select_n", "add", "sub"
@@ -253,7 +253,10 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
     for m in base.masks:
         if m.fill + reach > MASKED:
             raise Left(f"a mask writes {m.fill:g} into the scores, which is not out of their reach")
-    for part in _parts(forms, base.masks):
+    whole = replace(form, dims=(*seen.groups,))
+    each = [(conjuncts(forms, whole, m.value, m.dims, m.keep), m) for m in base.masks]
+    parts = [part for found, m in each for part in found or [(m.value, m.dims, m.keep)]]
+    for part in dict.fromkeys(parts):
         if (band := _band(g, part, queries, keys)) is not None:
             low, high = max(low, band[0]), min(high, band[1])
         elif (plane := _plane(g, part, queries, keys)) is not None:
@@ -350,25 +353,6 @@ def _rows_of_biases(masks: Sequence[Mask], row: Row, mean: float, seen: Seen) ->
         raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
     step = abs(number) * float(jnp.finfo(jnp.promote_types(seen.dtype, jnp.float32)).eps)
     return ("absorbed" if step >= LARGEST_STEP else "shifted") if adds else "written"
-
-
-def _parts(forms: ScoreForms, masks: Sequence[Mask]) -> Iterator[Part]:
-    """Yields the masks that are all true where scores stay."""
-    g, stack, done = forms.program, [(m.value, m.dims, m.keep) for m in masks[::-1]], set()
-    while stack:
-        v, dims, keep = stack.pop()
-        v, dims, *_ = forms.peel(v, dims)
-        two = two_valued(g, v, dims)
-        if two is not None and two.mask != v and bool(two.yes.x) != bool(two.no.x):
-            stack.append((two.mask, two.dims, bool(two.yes.x) == keep))
-        elif (v, dims, keep) not in done:
-            done.add((v, dims, keep))
-            made, name = g.made(v)
-            whole = name == ("and" if keep else "or") and g.avals[v].dtype == jnp.bool_
-            if whole and all(g.avals[u].shape == g.avals[v].shape for u in made.ins):
-                stack += [(u, dims, keep) for u in made.ins[::-1]]
-            else:
-                yield v, dims, keep
 
 
 _TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}

@@ -40,7 +40,6 @@ from .labels import (
     Label,
     atoms,
     expand,
-    expanded,
     fresh,
     meet,
     moved,
@@ -492,16 +491,13 @@ def dropped(
     before = form.dropout or Dropout()
     if pred is None:
         return replace(form, dropout=replace(before, factor=before.factor * factor))
-    if factor == 1 and _masked(g, form, pred, dims, keep, -math.inf) is form:
-        return form
-    g.applied = []
-    v, dims, *_ = g.peel(pred, dims)
-    two = two_valued(g.program, v, dims)
-    if two is not None and two.mask != v and bool(two.yes.x) != bool(two.no.x):
-        v, dims, keep = two.mask, two.dims, bool(two.yes.x) == keep
-    if not set(atoms(dims)) <= set(atoms(form.dims)) or g.program.avals[v].ndim == 0:
+    if (parts := conjuncts(g, form, pred, dims, keep)) is None:
         return None
-    masks = tuple(dict.fromkeys((*before.masks, (v, expanded(dims), keep))))
+    hidden = {(m.value, m.dims, m.keep) for m in form.base.masks if m.fill == -math.inf}
+    if factor == 1 and hidden >= {*parts}:
+        g.applied = parts
+        return form
+    masks = tuple(dict.fromkeys((*before.masks, *parts)))
     return replace(form, dropout=Dropout(before.factor * factor, masks))
 
 
@@ -544,28 +540,35 @@ def _masked(
     """scores where a mask has the value `keep`, `fill` elsewhere; of exponentials 0 there."""
     if form.along != 1 or form.terms and not form.exp:
         return None
-    avals, masks, parts = g.program.avals, [*form.base.masks], [(pred, dims, keep)]
-    for part in parts:
-        pred, dims, keep = part
-        if avals[pred].ndim == 0 or len(dims) != avals[pred].ndim or len(parts) > _MOST_PARTS:
+    # Each part by itself: one of them may be constant. A row's fill is the same for all.
+    if (parts := conjuncts(g, form, pred, dims, keep, split=not added)) is None:
+        return None
+    g.applied += parts
+    masks = dict.fromkeys((*form.base.masks, *[Mask(*part, fill, added) for part in parts]))
+    return replace(form, base=replace(form.base, masks=tuple(masks)))
+
+
+def conjuncts(
+    g: Any, form: Form, pred: int, dims: Dims, keep: bool, split: bool = True
+) -> list[tuple[int, Dims, bool]] | None:
+    """Returns (value, labels, boolean) of masks: one has the value `keep` where all have theirs."""
+    avals, parts, found = g.program.avals, [(pred, dims, keep)], []
+    for v, dims, keep in parts:
+        if avals[v].ndim == 0 or len(dims) != avals[v].ndim or len(parts) > _MOST_PARTS:
             return None
-        v, dims, *_ = g.peel(pred, dims)
+        v, dims, *_ = g.peel(v, dims)
         if not set(atoms(dims)) <= set(atoms(form.dims)):
             return None
         two, (made, name) = two_valued(g.program, v, dims), g.program.made(v)
         more = []
         if two is not None and two.mask != v and (yes := bool(two.yes.x)) != bool(two.no.x):
             more = [(two.mask, two.dims, yes == keep)]
-        elif name == ("and" if keep else "or") and not added:
-            # Each part by itself: one of them may be constant. A row's fill is the same for all.
+        elif name == ("and" if keep else "or") and split:
             more = [(u, dims, keep) for u in made.ins if avals[u].shape == avals[v].shape]
             more = more if len(more) == len(made.ins) else []
         parts += [one for one in more if one not in parts]
-        if not more:
-            g.applied.append((v, dims, keep))
-            mask = Mask(v, dims, keep, fill, added)
-            masks += [mask] * (mask not in masks)
-    return replace(form, base=replace(form.base, masks=tuple(masks)))
+        found += [] if more else [(v, dims, keep)]
+    return found
 
 
 _MOST_PARTS = 64
