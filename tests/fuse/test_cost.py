@@ -2,11 +2,16 @@
 
 import collections
 import cProfile
+import functools
 import importlib
+import inspect
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from combinations import half
 from jax import lax
 
 from normfuse import fuse
@@ -85,3 +90,182 @@ def test_reading_and_matching_call_few_functions_for_an_equation(quantization):
     few, many = calls(LAYERS), calls(8 * LAYERS)
     assert many <= 1.02 * few
     assert many <= 230
+
+
+# ---------------------------------------------------------------- linear in a program's length
+
+
+def planned(function, *args):
+    """Returns how many functions are called to read a program and to choose its sites."""
+    closed, calls = jax.make_jaxpr(function)(*args), 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+        assert calls < 1e6, "it would not end"
+
+    sys.setprofile(count)
+    try:
+        program = fusing.Program(closed, origins=[None] * len(args))
+        fusing.plan(program, None, ())
+    finally:
+        sys.setprofile(None)
+    return calls, program
+
+
+def is_linear(chain, *args):
+    """Checks that 200 steps take no more calls for each than 100 do, and no recursion."""
+    of = lambda n: functools.partial(chain, n)
+    (part, _), (whole, program) = planned(of(100), *args), planned(of(200), *args)
+    assert whole <= 2.3 * part + 1000, (part, whole)
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(len(inspect.stack()) + 120)
+        planned(of(200), *args)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert len(program.equations) >= 100  # equal equations are one
+
+
+X, KEEP = jnp.ones((16, 16)), jnp.eye(16, dtype=bool)
+
+
+def scores(x, keep):
+    return jnp.sum(jax.nn.softmax(jnp.where(keep, x @ x, -1e9)) @ x)
+
+
+def repeated(step, end):
+    """A chain of steps from x, its first rows and a mask, and what reads the last of them."""
+
+    def chain(n, x, keep):
+        state = x, x[:1], x[1:2], keep, keep.T
+        for _ in range(n):
+            state = step(*state)
+        return end(x, *state)
+
+    return chain
+
+
+logits = lambda x, h, a, *_: jnp.sum(jax.nn.logsumexp((x @ h) * a, -1))
+GROWING = {
+    "h + tanh": (lambda h, a, b, m, k: (h + 0.1 * jnp.tanh(h), a, b, m, k), logits),
+    "h · tanh + h": (lambda h, a, b, m, k: (h * jnp.tanh(h) + h, a, b, m, k), logits),
+    "a rolled kernel": (lambda h, a, b, m, k: (jnp.roll(h, 1, 0), a, b, m, k), logits),
+    "squares of a factor": (lambda h, a, b, m, k: (h, a * a, b, m, k), logits),
+    "products of two factors": (lambda h, a, b, m, k: (h, a * b, a, m, k), logits),
+    "a mask and its transpose": (
+        lambda h, a, b, m, k: (h, a, b, m & m.T, k),
+        lambda x, h, a, b, m, k: scores(x, m),
+    ),
+    "a mask or another": (
+        lambda h, a, b, m, k: (h, a, b, m | k, m),
+        lambda x, h, a, b, m, k: scores(x, ~m),
+    ),
+    "a mask and another": (
+        lambda h, a, b, m, k: (h, a, b, m & k, m),
+        lambda x, h, a, b, m, k: scores(x, m),
+    ),
+    "relu": (lambda h, a, b, m, k: (jax.nn.relu(h + 1), a, b, m, k), logits),
+    "softmax": (lambda h, a, b, m, k: (jax.nn.softmax(h), a, b, m, k), logits),
+    "dropout": (
+        lambda h, a, b, m, k: (
+            jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, h.shape), h * 2, 0) @ h,
+            *(a, b, m, k),
+        ),
+        logits,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_programs_whose_facts_grow(name):
+    """Each doubled the work with every step, or printed the same call again."""
+    is_linear(repeated(*GROWING[name]), X, KEEP)
+
+
+FLOATS = (
+    "abs neg exp log log1p sqrt rsqrt tanh logistic erf erfc sign floor square sin stop_gradient"
+).split()
+STEPS = {name: getattr(lax, name) for name in FLOATS}
+STEPS |= {
+    "add": lambda h: h + h[::-1],
+    "sub": lambda h: h - X,
+    "mul": lambda h: h * h.T,
+    "div": lambda h: 1 / (h + 2),
+    "a number added": lambda h: h + 1.5,
+    "a number multiplied": lambda h: h * 1.5,
+    "max": lambda h: jnp.maximum(h, 0) + 1,
+    "min": lambda h: jnp.minimum(h, h.T),
+    "pow": lambda h: h**1.5,
+    "integer_pow": lambda h: h**3,
+    "reduce_sum": lambda h: h - jnp.sum(h, -1, keepdims=True),
+    "reduce_max": lambda h: h - jnp.max(h, -1, keepdims=True),
+    "mean of squares": lambda h: h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6),
+    "dot_general": lambda h: h @ X,
+    "transpose": lambda h: h.T + 1,
+    "reshape": lambda h: h.reshape(4, 4, 16).reshape(16, 16) * 2,
+    "concatenate": lambda h: jnp.concatenate([h[8:], h[:8]]),
+    "convert_element_type": lambda h: h.astype(jnp.bfloat16).astype(jnp.float32),
+    "select_n": lambda h: jnp.where(KEEP, h, 0),
+    "select_n, by itself": lambda h: jnp.where(h > 0, h, h.T),
+    "gather": lambda h: h[jnp.argmax(h, -1)],
+    "scatter": lambda h: h.at[::2].set(h[1::2]),
+    "dynamic_slice": lambda h: jnp.roll(h, h[0, 0].astype(jnp.int32)),
+    "cumsum": lambda h: jnp.cumsum(h, -1),
+    "sort": lambda h: jnp.sort(h, -1),
+    "scan": lambda h: lax.scan(lambda c, y: (c + y, c), h[0], h)[1],
+    "remat": jax.checkpoint(lambda h: jnp.tanh(h) @ h),
+    "cond": lambda h: lax.cond(h[0, 0] > 0, jnp.tanh, jnp.exp, h),
+}
+
+
+@pytest.mark.parametrize("name, start", half(STEPS, ["x", "constants", "integers"]))
+def test_chains_of_one_primitive(name, start):
+    """200 steps of each take linear time, from an argument, from constants and from positions."""
+
+    def chain(n, x, keep):
+        h = x if start == "x" else jnp.asarray(np.linspace(0, 1, x.size, dtype=np.float32))
+        h = h.reshape(x.shape)
+        if start == "integers":
+            h = (jnp.arange(16)[:, None] + jnp.arange(16)).astype(jnp.float32)
+        for _ in range(n):
+            h = STEPS[name](h)
+        return logits(x, h, x[:1]) + scores(x, (h > 0) & keep)
+
+    is_linear(chain, X, KEEP)
+
+
+@pytest.mark.parametrize("kind", ["integers", "booleans", "indices"])
+def test_chains_of_integers(kind):
+    def chain(n, x, keep):
+        i = jnp.arange(16)
+        for _ in range(n):
+            i = jnp.concatenate([i[8:] + 1, i[:8] - 1]) if kind == "indices" else jnp.flip(i) + 1
+            keep = keep & (i[:, None] >= i) if kind == "booleans" else keep
+        return scores(x, keep | (i[:, None] > i)) + jnp.sum(x[i % 16])
+
+    is_linear(chain, X, KEEP)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_are_read_in_linear_time(seed):
+    """Each step combines two of the last values; a mask and logits read the end."""
+    unary = [f for name, f in STEPS.items() if name not in ("scan", "remat", "cond", "sort")]
+
+    def chain(n, x, keep):
+        rng, values, masks = np.random.default_rng(seed), [x, x.T], [keep, keep.T]
+        for _ in range(n):
+            a, b = (values[-1 - rng.integers(min(len(values), 4))] for _ in range(2))
+            p, q = (masks[-1 - rng.integers(min(len(masks), 4))] for _ in range(2))
+            match rng.integers(6):
+                case 0:
+                    masks.append(rng.choice([jnp.logical_and, jnp.logical_or])(p, q.T))
+                case 1:
+                    masks.append(jnp.where(p, a > b, q))
+                case 2 | 3:
+                    values.append(rng.choice([jnp.add, jnp.multiply, jnp.subtract])(a, b))
+                case _:
+                    values.append(unary[rng.integers(len(unary))](a))
+        return logits(x, values[-1], values[-2][:1]) + scores(x, masks[-1])
+
+    is_linear(chain, X, KEEP)
