@@ -570,3 +570,14 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_large_error():
     zero = {row.name: row.is_zero for row in found.rows}
     assert [name for name, is_zero in zero.items() if is_zero] == ["d p['bias']"], found
     assert next(line for line in str(found).splitlines() if "bias" in line).split()[-1] == "~0"
+
+
+def test_a_large_error_is_no_zero():
+    def loss(p):
+        return jnp.square(p["a"]).sum() + jnp.square(p["b"] + 300 - 300).sum()
+
+    with fuse_cases.quiet():
+        found = normfuse.compare(loss, {name: X.astype(jnp.bfloat16) for name in "ab"})
+    wrong = {row.name: row.theirs > 0.1 for row in found.rows}
+    assert wrong["d p['b']"] and not wrong["d p['a']"]
+    assert not any(row.is_zero for row in found.rows) and "~0" not in str(found)
