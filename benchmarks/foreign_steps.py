@@ -197,14 +197,14 @@ def loss_of(built: Built, case: Case, name: str) -> tuple[Callable[..., jax.Arra
 Parts = tuple[Callable[[Leaves], Any], Callable[..., tuple[State, jax.Array]], list[Any]]
 
 
-def own_step(built: Built, case: Case, name: str, sizes: dict[str, int]) -> Parts:
-    """What makes moments for the trainer's step, a version of that step, its reports."""
+def own_step(built: Built, made: Callable[..., Any], name: str, sizes: dict[str, int]) -> Parts:
+    """Returns the parts of a version of the trainer's own step."""
     reports: list[Any] = []
     changed = jax.value_and_grad
     if (options := VERSIONS[name]) is not None:
         fuse = functools.partial(normfuse.fuse, report=reports.append, **options)
         changed = lambda loss, **others: jax.value_and_grad(fuse(loss), **others)
-    init, theirs = case.own(changed, **sizes)
+    init, theirs = made(changed, **sizes)
     whole = lambda leaves: jax.tree.unflatten(built.tree, leaves)
 
     def step(state: State, batch: Batch, _: Any) -> tuple[State, jax.Array]:
@@ -215,11 +215,11 @@ def own_step(built: Built, case: Case, name: str, sizes: dict[str, int]) -> Part
 
 
 def step_of(built: Built, case: Case, name: str, sizes: dict[str, int]) -> Parts:
-    """What makes the moments, `((parameters, moments), batch, rest of the model) -> ((parameters,
-    moments), loss)`, and the list of its reports.
+    """Returns a function that makes moments, one from `((parameters, moments), batch, rest of the
+    model)` to `((parameters, moments), loss)`, and the list of its reports.
     """
     if case.own:
-        return own_step(built, case, name, sizes)
+        return own_step(built, case.own, name, sizes)
     loss, reports = loss_of(built, case, name)
     optimizer = optax.adamw(1e-6, b2=0.95, weight_decay=0.1)
 
