@@ -1,8 +1,8 @@
 """Native RMSNorm and fused Dense layers for JAX, in Flax and Equinox.
 
-The names below are imported when they are first used: importing normfuse loads no framework,
-touches no GPU and starts no JAX backend. A program that runs exported functions with normfuse's
-kernels needs only this import.
+The names below are imported when they are first used: importing normfuse loads no framework and not
+JAX, touches no GPU and starts no JAX backend. A program that runs exported functions with
+normfuse's kernels needs only this import, before or after that of JAX.
 """
 
 import importlib
@@ -37,9 +37,32 @@ if importlib.util.find_spec(f"{__name__}.native._ext") is None:
 # JAX could call an entry point of the group `jax_plugins` instead, but would in every program where
 # normfuse is installed, and the handlers run machine code that exported programs carry
 # (docs/security.md). Importing normfuse allows that.
-from .native.registry import register as _register
+from .native import registry as _registry
 
-_register()
+
+class _WithJax:
+    """Finds JAX where others do, and registers the handlers as soon as it is imported.
+
+    JAX takes a second to import: a command line reads its flags, and sets its signals, before.
+    """
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "jax":
+            return None
+        sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            run = lambda module: (execute(module), _registry.register())
+            spec.loader.exec_module = run  # pyright: ignore[reportAttributeAccessIssue]
+        return spec
+
+
+if "jax" in sys.modules:
+    _registry.register()
+else:
+    _registry.check_version(_registry.compiled_version(), _registry.installed_version())
+    sys.meta_path.insert(0, _WithJax())  # pyright: ignore[reportArgumentType]
 
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",

@@ -52,6 +52,10 @@ class Functional:
         """
         return self.from_dict(parameters.initial_parameters(self.config, key))
 
+    def __call__(self, params: Params, tokens: Array, segment_ids: Array | None = None) -> Array:
+        """Returns the logits, as `apply`."""
+        return self.apply(params, tokens, segment_ids)
+
     def apply(self, params: Params, tokens: Array, segment_ids: Array | None = None) -> Array:
         """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 import numpy as np
@@ -85,7 +85,7 @@ _OTHERS = "attention_bias mlp_bias use_sliding_window quantization_config".split
 
 def load(
     path: str | os.PathLike,
-    framework: Framework,
+    framework: Framework | None = None,
     *,
     mesh: Mesh | None = None,
     sharding: Sharding | None = None,
@@ -96,9 +96,12 @@ def load(
     `model.safetensors` is read where it exists, else the files that the index names. Each device
     reads its own shard of each array, straight from the files.
 
+        model, params = load("path/to/Llama-3.2-1B", "eqx", dtype="bfloat16")
+        logits = model(params, tokens)  # as model.apply
+
     Args:
       path: the folder.
-      framework: "nnx" or "eqx".
+      framework: "nnx" or "eqx"; it must be given.
       mesh: where to put the parameters; None puts them on the default device.
       sharding: how they lie on it; `Sharding()` when None.
       **overrides: fields of `TransformerConfig` that replace the checkpoint's. `param_dtype` is
@@ -107,32 +110,16 @@ def load(
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: naming the file and the field, for a file that is damaged or malformed, a model
-        that this transformer cannot express, or arrays that are missing, left over or of another
-        shape.
+      ValueError: for another framework, or naming the file and the field, for a file that is
+        damaged or malformed, a model that this transformer cannot express, or arrays that are
+        missing, left over or of another shape.
 
     Warns:
       UserWarning: where the stored head differs from the embeddings that the configuration ties it
         to: it stays a head of its own, as in transformers 5.
     """
-    folder = Path(path)
-    settings = _read_json(folder / _CONFIG)
-    try:
-        config = from_huggingface(settings)
-    except ValueError as error:
-        raise _malformed(folder / _CONFIG, str(error)) from None
-    stored = _stored(folder)
-    config = dataclasses.replace(config, **overrides)
-    if config.tie_embeddings and "tie_embeddings" not in overrides and _has_own_head(stored):
-        warnings.warn(
-            f"{folder}: lm_head.weight is not model.embed_tokens.weight, so it stays a head of its "
-            f"own, although {_CONFIG} says tie_word_embeddings. Pass tie_embeddings=False to keep "
-            "it, True to leave it out.",
-            stacklevel=2,
-        )
-        config = dataclasses.replace(config, tie_embeddings=False)
-    _check(folder, config, stored)
-    model = build(framework, config, sharding)
+    config, stored = opened(Path(path), **overrides)
+    model = build(cast(Framework, framework), config, sharding)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     places = (
         jax.tree.map(lambda _: device, model.abstract)
@@ -152,6 +139,27 @@ def load(
         return jax.make_array_from_callback(leaf.shape, sharding, read)
 
     return model, jax.tree.map_with_path(place, model.abstract, places)
+
+
+def opened(folder: Path, **overrides: Any) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Returns the configuration that `load` gives a folder's model, and its arrays by names."""
+    settings = _read_json(folder / _CONFIG)
+    try:
+        config = from_huggingface(settings)
+    except ValueError as error:
+        raise _malformed(folder / _CONFIG, str(error)) from None
+    stored = _stored(folder)
+    config = dataclasses.replace(config, **overrides)
+    if config.tie_embeddings and "tie_embeddings" not in overrides and _has_own_head(stored):
+        warnings.warn(
+            f"{folder}: lm_head.weight is not model.embed_tokens.weight, so it stays a head of its "
+            f"own, although {_CONFIG} says tie_word_embeddings. Pass tie_embeddings=False to keep "
+            "it, True to leave it out.",
+            stacklevel=3,
+        )
+        config = dataclasses.replace(config, tie_embeddings=False)
+    _check(folder, config, stored)
+    return config, stored
 
 
 def save(

@@ -1,10 +1,8 @@
 """The compiled handlers, made known to XLA."""
 
 import importlib.util
-import pathlib
+import os
 import re
-
-import jax
 
 from . import _ext
 
@@ -16,6 +14,8 @@ def register() -> None:
       ImportError: if the installed jaxlib is older than the headers the kernels were compiled with.
         XLA refuses such handlers only when the backend starts, and then nothing runs at all.
     """
+    import jax
+
     check_version(compiled_version(), installed_version())
     for platform, entries in _ext.registrations().items():
         for name, kind in entries["types"].items():  # types go before their handlers
@@ -45,6 +45,7 @@ def installed_version() -> tuple[int, int]:
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError("normfuse needs jaxlib, and it is not installed: `pip install jax`.")
-    header = pathlib.Path(spec.submodule_search_locations[0], "include/xla/ffi/api/c_api.h")
-    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    header = os.path.join(spec.submodule_search_locations[0], "include/xla/ffi/api/c_api.h")
+    with open(header) as file:
+        found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", file.read()))
     return int(found["MAJOR"]), int(found["MINOR"])

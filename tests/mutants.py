@@ -1017,9 +1017,27 @@ MUTANTS = [
     ),
     Mutant(
         "train/tokenizer.py",
-        "1 + max(self._tokenizer.get_vocab().values(), default=-1)",
+        "1 + max([-1, *self._tokenizer.get_vocab().values(), *encoding.ids])",
         "self._tokenizer.get_vocab_size()",
         "tests/train/test_tokenizer.py::test_the_vocabulary_reaches_to_the_largest_token",
+    ),
+    Mutant(
+        "train/tokenizer.py",
+        "if self._template == (self.opening(), []):",
+        "if True:",
+        "tests/train/test_generation.py::test_train_generate_and_export_feed_the_same_tokens",
+    ),
+    Mutant(
+        "train/files.py",
+        "os.replace(beside, path)",
+        "path.write_bytes(content)",
+        "tests/train/test_files.py::test_every_file_of_a_run_is_written_beside_its_place",
+    ),
+    Mutant(
+        "train/checks.py",
+        "if name not in chosen and value != before[name]",
+        "if False",
+        "tests/train/test_pretrained.py::test_other_models_are_refused",
     ),
     Mutant(
         "train/checkpoint.py",

@@ -3,9 +3,12 @@
 import sys
 from typing import NoReturn
 
+from .shutdown import end_by_ctrl_c
+
 
 def entry(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line, or names the package that is missing."""
+    end_by_ctrl_c()  # before anything heavy is imported
     try:
         from . import cli
     except ModuleNotFoundError as error:

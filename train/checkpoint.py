@@ -12,13 +12,13 @@ another step's (a lost or misdirected write), or changed between the computation
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ class Checkpoints:
     def __init__(
         self, folder: Path, *, report: Callable[[str], None], keep: int | None = None
     ) -> None:
+        _settle_orbax()
         self.folder = folder.absolute()
         self._report = report
         self._closed = False
@@ -173,10 +174,7 @@ class Checkpoints:
     def _item(self, step: int, name: str, abstract: Any) -> Any:
         """Reads without orbax's barriers: a process that fails here would never reach them."""
         folder: Any = self.folder / str(step) / name
-        with (
-            mock.patch.object(asyncio, "new_event_loop", _FinishingLoop),
-            contextlib.closing(ocp.StandardCheckpointHandler()) as handler,
-        ):
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
             return handler.restore(folder, args=ocp.args.StandardRestore(abstract))
 
     def _agreed(self, read: Callable[[], Any]) -> Any:
@@ -287,12 +285,22 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {line}"
 
 
+def _settle_orbax() -> None:
+    """Leaves it to this module to say in one line that something failed.
+
+    Orbax logs each failure of its threads with a page of frames, and raises it here too.
+    """
+    asyncio.new_event_loop = _FinishingLoop
+    for name in "absl", "asyncio":
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 class _FinishingLoop(asyncio.SelectorEventLoop):
     """An event loop that finishes its tasks before it closes.
 
     At its first error orbax 0.12 closes the event loop that it has made, while TensorStore still
-    reads other arrays. The threads of that would later call into Python for tasks that nobody
-    awaits: to print errors after the run's own, and even while the interpreter exits.
+    reads or writes other arrays. The threads of that would later call into Python for tasks that
+    nobody awaits: to print errors after the run's own, and even while the interpreter exits.
     """
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import UsageError
 from .arguments import shown
-from .config import DistributedConfig, ModelConfig, TrainConfig, as_dict, flat
+from .config import DistributedConfig, ModelConfig, TrainConfig, as_dict, flat, preset_config
 
 # A resumed run must have the same values of these ...
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len", "optim.mu_dtype")
@@ -61,6 +61,19 @@ def check(config: TrainConfig) -> None:
         raise UsageError(with_flags(str(error))) from None
 
 
+def check_pretrained(config: TrainConfig, theirs: TrainConfig) -> None:
+    """Raises a UsageError that names what differs, unless the model is that of --init-from."""
+    chosen, before = {*_COMPUTED, "max_seq_len"}, flat(as_dict(theirs)["model"])
+    different = [
+        f"--model.{name.replace('_', '-')} is {value}, there {before[name]}"
+        for name, value in flat(as_dict(config)["model"]).items()
+        if name not in chosen and value != before[name]
+    ]
+    if different:
+        rule = f"has another model: {'; '.join(different)}. Leave these flags out."
+        raise UsageError(f"--init-from {config.init_from} {rule}")
+
+
 def require(valid: bool, flag: str, value: object, rule: str) -> None:
     """Raises a UsageError that names the flag, its value and the rule, unless `valid`."""
     if not valid:
@@ -103,13 +116,16 @@ def check_resume(
     """
     check_format(record)
     text = lambda identity: {f"text.{name}": x for name, x in identity.items() if name != "name"}
-    saved = flat(record["config"]) | text(record["text"])
+    usual = flat(as_dict(preset_config("tiny")))  # of settings that are newer than the record
+    saved = usual | flat(record["config"]) | text(record["text"])
     now = flat(as_dict(config)) | text(text_identity)
     different = {
         name: f"saved {saved.get(name)}, now {now.get(name)}"
         for name in sorted({*saved, *now})
         if saved.get(name) != now.get(name) and name.split(".")[0] not in _FREE
     }
+    if "steps" in different:
+        different["steps"] += ": from here the learning rate follows another curve"
     refused = [f"{name} {values}" for name, values in different.items() if _is_fixed(name)]
     if refused:
         raise UsageError(

@@ -5,11 +5,11 @@ command needs them.
 """
 
 import dataclasses
+import difflib
 import io
 import itertools
 import os
 import re
-import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,9 @@ from tyro.conf import Positional, UseAppendAction, arg, subcommand
 from ..models.config import Dtype
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
-from .config import TrainConfig, defaults, preset_config
+from .checks import check_pretrained
+from .config import TrainConfig, defaults, flag_value, preset_config
+from .shutdown import end_by_ctrl_c
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,9 @@ class Cache:
     """Say how many kernels are cached, or remove all."""
 
 
+_COMMANDS = ("train", "generate", "export", "report", "plan", "info", "cache")
+
+
 def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | Info | Cache:
     """Parses a command line.
 
@@ -115,6 +120,10 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | 
       SystemExit: after `--help`, or tyro has printed which flag or value is unknown.
     """
     config = planned = None
+    if argv[0] not in _COMMANDS and not argv[0].startswith("-"):
+        near = difflib.get_close_matches(argv[0], _COMMANDS, 1)
+        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(_COMMANDS)}."
+        raise UsageError(f"{argv[0]!r} is no command: {meant}")
     if argv[0] in ("train", "plan"):
         config, flags = defaults(argv[1:], "1b" if argv[0] == "plan" else "tiny")
         planned, argv = Plan(**vars(config)), [argv[0], *flags]
@@ -134,7 +143,10 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | 
         | Annotated[Cache, subcommand("cache")]
     )
     about = "Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them."
-    return tyro.cli(commands, args=argv, prog="normfuse", description=about)
+    found = tyro.cli(commands, args=argv, prog="normfuse", description=about)
+    if config is not None and config.init_from is not None:
+        check_pretrained(found, config)
+    return found
 
 
 def run(command: TrainConfig | Generate | Export | Report | Plan | Info | Cache) -> None:
@@ -196,12 +208,14 @@ def main(argv: list[str] | None = None) -> int:
         else:
             run(parse(argv))
     except UsageError as error:
-        return _fail(error, 2)
+        return _fail(f"{error}{_with_file(argv)}", 2)
     except ModuleNotFoundError as error:
         return _fail(f"the package {error.name} is missing: pip install 'normfuse[train]'", 2)
     except RunError as error:
         return _fail(error, 1)
     except SystemExit as exit:  # tyro ends like this
+        if exit.code and (file := _with_file(argv)):
+            _fail(f"the flags are not understood{file}", 2)
         return exit.code if isinstance(exit.code, int) else 2
     except BrokenPipeError:
         pass  # the reader, `head` for example, has seen enough
@@ -211,14 +225,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def entry(argv: list[str] | None = None) -> NoReturn:
-    """Runs a command as `main` does, and exits.
-
-    A Ctrl-C ends the process at once, until `train` notes it to save and stop. As Python's
-    KeyboardInterrupt it would be lost in whatever callback it interrupts: JAX runs one at every
-    garbage collection, and imports collect hundreds of times.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored: `nohup … &`
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Runs a command as `main` does, and exits."""
+    end_by_ctrl_c()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # in a locale without all characters
@@ -228,6 +236,11 @@ def entry(argv: list[str] | None = None) -> NoReturn:
     except OSError:  # the interpreter would flush again, and exit with 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _with_file(argv: list[str]) -> str:
+    path = flag_value(argv, "--config")
+    return f" (with the settings in {path})" if path else ""
 
 
 def _fail(message: object, code: int) -> int:

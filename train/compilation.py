@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 
 import jax
@@ -10,6 +11,9 @@ import jax
 from ..native import cache
 from . import RunError, UsageError
 from .step import Program
+
+# Allocators say so in these words, under whatever code: RESOURCE_EXHAUSTED, INTERNAL, UNKNOWN.
+_MEMORY = re.compile("RESOURCE_EXHAUSTED|out.of.memory|failed to allocate|bad_alloc", re.I)
 
 
 def keep_compiled_programs() -> None:
@@ -42,15 +46,15 @@ def lower(program: Program, batch_size: int, seq_len: int) -> jax.stages.Lowered
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turns running out of device memory into a RunError that tells remedies."""
+def explained(
+    remedy: str = "Use more --microbatches (or a smaller --batch-size), --model.remat block, or "
+    "spread the state over more devices with --mesh.fsdp.",
+) -> Iterator[None]:
+    """Turns running out of device memory into a RunError that tells a remedy."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not _MEMORY.search(str(error)):
             raise
-        raise RunError(
-            f"out of device memory: {str(error).splitlines()[0]}. Use more --microbatches (or a "
-            "smaller --batch-size), --model.remat block, or spread the state over more devices "
-            "with --mesh.fsdp."
-        ) from None
+        first = str(error).splitlines()[0].rstrip(".")
+        raise RunError(f"out of device memory: {first}. {remedy}") from None

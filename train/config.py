@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 
 import tyro
 
-from ..models.config import PRESETS, TransformerConfig
+from ..models.config import PRESETS, RopeScaling, TransformerConfig
 from . import UsageError
 from .arguments import expanded, named, one_line
 from .tokenizer import make_tokenizer
@@ -31,10 +31,14 @@ class DataConfig:
     """The text. Its last 5 % is held out for validation."""
 
     path: Annotated[str | None, _arg("FILE|DIR|GLOB")] = None
-    """A file, a directory or a glob; without it, the sources of Python's standard library."""
+    """A file, a directory, a glob, or a dataset that `datasets` saved; without it, the sources of
+    Python's standard library."""
+    field: str = "text"
+    """Has the text in each line of .jsonl files, and in each row of a dataset."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|FILE")] = "byte"
-    """Bytes, or a Hugging Face tokenizer.json. Unless --model.vocab-size is given, the model has
-    its tokens, rounded up to a multiple of 128."""
+    """Bytes, or a Hugging Face tokenizer.json, whose template's tokens (as <bos>) are put around
+    each document, but not into a single file of text. Unless --model.vocab-size is given, the
+    model has its tokens, rounded up to a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +119,14 @@ class DistributedConfig:
 
 # Fields of the transformer's configuration that a run sets itself, and no flag. The other fields
 # are flags, with that class's help.
-_NO_FLAGS = {"dtype", "implementation", "param_dtype", "rope_scaling", "attention_bias"}
+_NO_FLAGS = {"dtype", "implementation", "param_dtype"}
 if TYPE_CHECKING:
     ModelConfig = TransformerConfig
 else:
+    hints = get_type_hints(TransformerConfig) | {"rope_scaling": RopeScaling}  # factor 1: None
     ModelConfig = dataclasses.make_dataclass(
         "ModelConfig",
-        [x for x in get_type_hints(TransformerConfig).items() if x[0] not in _NO_FLAGS],
+        [x for x in hints.items() if x[0] not in _NO_FLAGS],
         frozen=True,
         namespace={"__doc__": TransformerConfig.__doc__},
     )
@@ -141,6 +146,9 @@ class TrainConfig:
     """Flax nnx or Equinox: the same parameters, the same losses."""
     config: Annotated[Path | None, _arg("FILE.yaml")] = None
     """YAML file with any of these settings; flags override it."""
+    init_from: Annotated[Path | None, _arg("DIR")] = None
+    """Hugging Face folder of Llama, Mistral, Qwen2 or Qwen3 to fine-tune: the model and, unless
+    given, the tokenizer are its own, and --optim.lr is 2e-5."""
     out_dir: Annotated[Path | None, _arg("DIR")] = None
     """Folder for everything the run writes; by default a new runs/PRESET-TIME."""
     resume: Literal["auto", "must", "never"] = "auto"
@@ -177,11 +185,25 @@ class TrainConfig:
 
     def transformer(self) -> TransformerConfig:
         """Returns the model's configuration, with this run's precision and implementation."""
-        return TransformerConfig(
-            **dataclasses.asdict(self.model),
+        return transformer(
+            dataclasses.asdict(self.model),
             dtype=self.precision,
             implementation=None if self.implementation == "auto" else self.implementation,
         )
+
+
+def transformer(model: dict[str, Any], **run: Any) -> TransformerConfig:
+    """Returns the model's configuration from its flags' values, and those of a run."""
+    scaling = RopeScaling(**model.get("rope_scaling", {"factor": 1.0}))
+    given: dict[str, Any] = model | {"rope_scaling": None if scaling.factor == 1 else scaling}
+    return TransformerConfig(**given, **run)
+
+
+def model_flags(config: TransformerConfig) -> ModelConfig:
+    """Returns the values of the model's flags: the inverse of `transformer`."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
+    values["rope_scaling"] = config.rope_scaling or RopeScaling(factor=1.0)
+    return ModelConfig(**values)
 
 
 def _large(lr: float, **settings: Any) -> dict[str, Any]:
@@ -216,9 +238,8 @@ _TRAINING: dict[str, dict[str, Any]] = {
 def preset_config(preset: Preset) -> TrainConfig:
     """Returns the complete configuration of a preset."""
     settings = dict(_TRAINING[preset])
-    shape = dataclasses.asdict(PRESETS[preset]) | {"remat": settings.pop("remat")}
-    model = ModelConfig(**{f.name: shape[f.name] for f in dataclasses.fields(ModelConfig)})
-    return TrainConfig(preset=preset, model=model, **settings)
+    model = dataclasses.replace(PRESETS[preset], remat=settings.pop("remat"))
+    return TrainConfig(preset=preset, model=model_flags(model), **settings)
 
 
 # Flags that are no longer there, and what replaces them.
@@ -252,46 +273,107 @@ def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, li
       preset: the preset unless a flag or the file names one.
 
     Raises:
-      UsageError: the file or the tokenizer cannot be read.
+      UsageError: the file, the tokenizer or the folder to fine-tune cannot be read.
     """
-    if path := _flag(flags, "--config"):
+    if path := flag_value(flags, "--config"):
         flags = [*_file_flags(expanded(path, "--config")), *flags]
     for word in flags:
         flag = word.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag[2:] in _GONE:
             raise UsageError(f"{flag} is no longer there: {_GONE[flag[2:]]}.")
-    preset = cast(Preset, _flag(flags, "--preset") or preset)
+    preset = cast(Preset, flag_value(flags, "--preset") or preset)
     # tyro reports an unknown one
     config = preset_config(preset if preset in get_args(Preset) else "tiny")
-    tokenizer = _flag(flags, "--data.tokenizer") or "byte"
-    if tokenizer != "byte" and _flag(flags, "--model.vocab-size") is None:
+    folder, tokenizer = flag_value(flags, "--init-from"), flag_value(flags, "--data.tokenizer")
+    # A file's null is "None"; that of a run says all that the folder does, which may be gone.
+    if folder not in (None, "None") and not (path and _is_runs(expanded(path, "--config"))):
+        return _fine_tuned(config, expanded(folder, "--init-from"), tokenizer), flags
+    tokenizer = tokenizer or "byte"
+    if tokenizer != "byte" and flag_value(flags, "--model.vocab-size") is None:
         size = make_tokenizer(tokenizer).vocab_size
         model = dataclasses.replace(config.model, vocab_size=-(-size // 128) * 128)
         config = dataclasses.replace(config, model=model)
     return config, flags
 
 
+def _fine_tuned(config: TrainConfig, folder: Path, tokenizer: str | None) -> TrainConfig:
+    """Returns a preset's configuration for the model in a Hugging Face folder."""
+    from ..models.huggingface import opened
+
+    with named("--init-from", folder):
+        theirs, _ = opened(folder)
+    if tokenizer is None and not (folder / "tokenizer.json").is_file():
+        text = "holds no tokenizer.json: give --data.tokenizer FILE, or byte"
+        raise UsageError(f"--init-from {folder} {text}.")
+    return dataclasses.replace(
+        config,
+        init_from=folder,
+        seq_len=min(config.seq_len, theirs.max_seq_len),
+        optim=dataclasses.replace(config.optim, lr=2e-5),
+        data=dataclasses.replace(config.data, tokenizer=tokenizer or str(folder)),
+        model=model_flags(dataclasses.replace(theirs, remat=config.model.remat)),
+    )
+
+
 def _file_flags(path: Path) -> list[str]:
     """Reads a YAML file of settings as flags."""
+    flags = []
+    usual = flat(as_dict(preset_config("tiny")))
+    for name, (value, line) in _read(path).items():
+        if isinstance(usual.get(name.replace("-", "_")), bool) and not isinstance(value, bool):
+            text = f"line {line}: {name} is {value!r}, not true or false"
+            raise UsageError(f"--config {path} cannot be read: {text}.")
+        group, dot, last = name.rpartition(".")
+        switch = f"{'' if value else 'no-'}{last}" if isinstance(value, bool) else f"{last}={value}"
+        flags.append(f"--{group}{dot}{switch}")
+    if _is_runs(path):
+        own = path.parent.absolute()
+        flags.append(f"--out-dir={own}")
+        if (own / "tokenizer.json").is_file() and "--data.tokenizer=byte" not in flags:
+            flags.append(f"--data.tokenizer={own / 'tokenizer.json'}")
+    return flags
+
+
+def _is_runs(path: Path) -> bool:
+    return path.name == "config.yaml" and (path.parent / "text.json").is_file()
+
+
+def _read(path: Path) -> dict[str, tuple[Any, int]]:
+    """Reads a YAML file of settings: their values and lines, by the flags' names."""
     import yaml
 
     with named("--config", path):
         content = path.read_bytes()
+    settings: dict[str, tuple[Any, int]] = {}
+
+    def add(node: Any, prefix: str = "") -> None:
+        for key, value in node.value:
+            line, key = key.start_mark.line + 1, key.value if isinstance(key.value, str) else "?"
+            name = f"{prefix}{key}".replace("_", "-")
+            wrong = (
+                (len(settings) > 1000 and "is one of too many")  # aliases of aliases
+                or (name in settings and f"is in line {settings[name][1]} too")
+                or (isinstance(value, yaml.SequenceNode) and "must be one value, not a list")
+                or (name in ("config", "help", "h") and "is no setting of a run")
+            )
+            if wrong:
+                raise ValueError(f"line {line}: {name} {wrong}.")
+            group = isinstance(value, yaml.MappingNode)
+            settings[name] = None if group else loader.construct_object(value), line
+            if group:
+                groups.add(name)
+                add(value, f"{name}.")
+
+    groups: set[str] = set()
     try:
-        settings = yaml.safe_load(content) or {}
-        if not isinstance(settings, dict):
+        loader = yaml.SafeLoader(content)
+        if isinstance(node := loader.get_single_node(), yaml.MappingNode):
+            add(node)
+        elif node is not None:
             raise ValueError("it must hold `name: value` lines at its top level")
-        settings = flat(settings)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path} cannot be read: {one_line(error)}") from None
-    flags = []
-    for name, value in settings.items():
-        group, dot, last = name.replace("_", "-").rpartition(".")
-        switch = f"{'' if value else 'no-'}{last}" if isinstance(value, bool) else f"{last}={value}"
-        flags.append(f"--{group}{dot}{switch}")
-    if path.name == "config.yaml" and (path.parent / "text.json").is_file():  # a run's
-        flags.append(f"--out-dir={path.parent.absolute()}")
-    return flags
+    return {name: found for name, found in settings.items() if name not in groups}
 
 
 def absolute(data: DataConfig) -> DataConfig:
@@ -305,7 +387,8 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     """Returns a configuration as nested dictionaries of plain values, without `config` itself."""
     settings = dataclasses.asdict(config)
     del settings["config"]
-    return settings | {"out_dir": config.out_dir and str(config.out_dir)}
+    paths = {"out_dir": config.out_dir, "init_from": config.init_from}
+    return settings | {name: path and str(path) for name, path in paths.items()}
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -324,7 +407,7 @@ def dump(config: TrainConfig) -> str:
     return yaml.safe_dump(as_dict(config), sort_keys=False)
 
 
-def _flag(words: list[str], name: str) -> str | None:
+def flag_value(words: list[str], name: str) -> str | None:
     """Returns the last value that words of a command line give a flag; None for none."""
     value = None
     for word, after in zip(words, [*words[1:], None]):

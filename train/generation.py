@@ -10,20 +10,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..models.config import TransformerConfig
 from ..models.functional import Functional, Params, build
 from ..models.generate import generate
 from . import RunError, UsageError
 from .arguments import expanded, named, printable
 from .checkpoint import Checkpoints
 from .checks import check_format, check_range
-from .compilation import keep_compiled_programs
+from .compilation import explained, keep_compiled_programs
+from .config import transformer
 from .run_dir import RunDir
 from .tokenizer import Bpe, Bytes, Tokenizer, read_tokenizer
 
 _TOKENS = 240  # tokens that `generate` adds by default
 
 
+@explained("Give fewer --samples or --tokens, or a smaller model.")
 def continue_prompts(
     run: Path,
     prompt: Sequence[str],
@@ -46,17 +47,16 @@ def continue_prompts(
     with named("RUN", folder):
         out = RunDir(folder)
         is_run = out.has_checkpoints()
-    opening: list[int] = []
     if is_run:
         model, params, tokenizer = _load_run(out)
     elif (folder / "config.json").is_file():
         model, params, tokenizer = _load_huggingface(folder)
-        opening = tokenizer.opening()
     else:
         raise UsageError(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
+    opening = tokenizer.opening()
     encoded = [tokenizer.encode(text.encode()) for text in prompt or ("def ",)]
     rows = [np.array([*opening, *row], np.int32) for row in encoded for _ in range(samples)]
     if tokens is None:  # as many as fit; `generate` raises the error if a prompt leaves no room
@@ -71,6 +71,7 @@ def continue_prompts(
     return [tokenizer.decode([*row, *drawn]) for row, drawn in zip(prompts, continued, strict=True)]
 
 
+@explained("The model and a copy in --dtype must fit.")
 def export(run: Path, folder: Path, dtype: str | None) -> None:
     """Writes the newest checkpoint of a run as a Hugging Face model, with its tokenizer.
 
@@ -91,7 +92,7 @@ def export(run: Path, folder: Path, dtype: str | None) -> None:
     kind |= {"model_max_length": model.config.max_seq_len, "clean_up_tokenization_spaces": False}
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     files = {"tokenizer_config.json": json.dumps(kind), "generation_config.json": json.dumps(ends)}
-    files |= {"tokenizer.json": tokenizer.content}
+    files |= {"tokenizer.json": tokenizer.for_prompts()}
     with named("FOLDER", folder, "be written"):
         save(folder, model, params, dtype=dtype, files=files)
 
@@ -106,13 +107,17 @@ def _load_run(out: RunDir) -> tuple[Functional, Params, Tokenizer]:
         raise RunError(f"every checkpoint in {out.checkpoints} is damaged.")
     check_format(newest[1])
     saved = newest[1]["config"]
-    config = TransformerConfig(**saved["model"], dtype=saved["precision"])
+    config = transformer(saved["model"], dtype=saved["precision"])
     model = build(saved["framework"], config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     params = checkpoints.restore_params(jax.tree.map(place, model.abstract))
-    is_bytes = newest[1]["text"].get("tokenizer") == Bytes.name
-    return model, params, Bytes() if is_bytes else read_tokenizer(out.tokenizer, "RUN")
+    text = newest[1]["text"]
+    if text.get("tokenizer") == Bytes.name:
+        return model, params, Bytes()
+    tokenizer = read_tokenizer(out.tokenizer, "RUN")
+    tokenizer.special = text.get("tokenizer") == tokenizer.identity()
+    return model, params, tokenizer
 
 
 def _load_huggingface(folder: Path) -> tuple[Functional, Params, Bpe]:

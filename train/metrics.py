@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 from . import RunError
 from .arguments import reason
+from .files import write
 
 NATS_PER_BIT = math.log(2)
 
@@ -40,12 +41,10 @@ class MetricsLog:
         self._path, self._file = path, None
         if path is None:
             return
-        whole = path.with_suffix(".tmp")
         with self._explained():
             lines = [] if from_step is None else read(path)
             lines = [_line(entry) for entry in lines if _keeps(entry, from_step or 0, final)]
-            whole.write_text("".join(lines), encoding="utf-8")
-            os.replace(whole, path)
+            write(path, "".join(lines))
             self._file = path.open("a", buffering=1, encoding="utf-8")
         if from_step is not None:
             self.write({"event": "resume", "from_step": from_step, "time": time.time()})

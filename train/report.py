@@ -1,7 +1,9 @@
 """`normfuse report`: compares runs in a table and in a plot of their losses."""
 
+import io
 import itertools
 import math
+import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 from . import UsageError
 from .arguments import expanded, named, one_line, printable
 from .display import duration, short
+from .files import write
 from .run_dir import RunDir, RunResults
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
@@ -19,26 +22,39 @@ _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
 
 
 def plot_loss(file: Path, runs: Sequence[RunResults]) -> None:
-    """Draws training loss and validation points, in bits per byte, as a PNG."""
+    """Draws training loss and validation points, in bits per byte, as a PNG.
+
+    A run that diverges does not flatten the others: the axis ends at 1.5 times the largest first
+    loss, and at 4 times the median of these, and says what lies above.
+    """
     figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
     axes = figure.subplots()
     end = max((line["step"] for run in runs for line in run.steps("step")), default=1)
-    for run, colour in zip(runs, itertools.cycle(_COLOURS)):
+    curves = [np.array([run.bits_per_byte(x["loss"]) for x in run.steps("step")]) for run in runs]
+    tops = [min(max(y), 1.5 * y[0]) for y in curves if y.size] or [math.inf]
+    top = min(max(tops), 4 * statistics.median_low(tops))
+    for run, y, colour in zip(runs, curves, itertools.cycle(_COLOURS)):
         steps, checks = run.steps("step"), run.validations()
         x = np.array([line["step"] for line in steps])
-        y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
         axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
         axes.plot(x, _smooth(y, end), color=colour, linewidth=1.4, label=f"{run.label}: training")
         at, bits = ([line[name] for line in checks] for name in ("step", "val_bits_per_byte"))
         label = f"{run.label}: validation{f', {bits[-1]:.3f} at the end' if bits else ''}"
-        axes.plot(at, bits, "o", color=colour, markersize=4.5, clip_on=False, label=label)
+        shown = [b if b <= top else math.nan for b in bits]
+        axes.plot(at, shown, "o", color=colour, markersize=4.5, clip_on=False, label=label)
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
+    every = np.concatenate(curves or [np.zeros(0)])
+    if (every > top).any():
+        axes.set_ylim(0, top)
+        above = f"{np.mean(every > top):.2%} of the losses are above, up to {every.max():.3g}"
+        axes.set_title(f"the axis is cut: {above}", loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     for text in axes.legend(frameon=False, fontsize=9, loc="upper right").get_texts():
         text.set_parse_math(False)  # a `$` in a name begins no formula
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph", UserWarning)  # drawn as a box
-        figure.savefig(file, format="png")
+        figure.savefig(picture := io.BytesIO(), format="png")
+    write(file, picture.getvalue())
 
 
 def _smooth(values: np.ndarray, end: int) -> np.ndarray:

@@ -4,22 +4,25 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import io
 import json
 import math
 import shlex
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..models import huggingface
 from ..models.config import num_parameters
 from ..models.functional import Params
 from ..native.cache import compilations
 from ..native.implementation import fallbacks
 from . import RunError, UsageError, distributed, run_dir
-from .arguments import expanded
+from .arguments import expanded, named
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, make_record
 from .compilation import explained, keep_compiled_programs, lower
@@ -27,6 +30,7 @@ from .config import TrainConfig, absolute, dump
 from .data import batches
 from .display import Display, short
 from .evaluate import Evaluator, Validation
+from .files import write
 from .lock import locked
 from .loop import BadStep, Loop
 from .mesh import batch_sharding, check_model, make_mesh, on_devices
@@ -50,9 +54,11 @@ def train(config: TrainConfig) -> None:
     """
     if config.out_dir is not None:
         config = dataclasses.replace(config, out_dir=expanded(config.out_dir, "--out-dir"))
+    if config.init_from is not None:
+        config = dataclasses.replace(config, init_from=expanded(config.init_from, "--init-from"))
     check(config)
-    sizes = {"seq_len": config.seq_len, "vocab_size": config.model.vocab_size}
-    text = load(config.data.path, **sizes, tokenizer=config.data.tokenizer)
+    sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": config.model.vocab_size}
+    text = load(**vars(config.data) | sizes, special=config.init_from is not None)
     distributed.initialize(config.distributed)
     with ExitStack() as stack:
         stack.enter_context(distributed.ending_alone())
@@ -119,13 +125,15 @@ class Run:
         resuming = self.first and run_dir.resumes(self.config, self.out)
         resuming = bool(distributed.agree(resuming))
         self.display.fact("folder", str(self.out.path))
+        if not resuming:
+            self._write_settings()  # before the folder of checkpoints: without them it is no run
         self.checkpoints = Checkpoints(
             self.out.checkpoints, keep=self.config.checkpoint.keep, report=self.display.note
         )
         stack.callback(self._end_saving)
         if resuming:
             self._check_resume()
-        self._write_settings()
+            self._write_settings()
         began = time.perf_counter()
         with explained():
             step = lowered.compile()
@@ -133,7 +141,7 @@ class Run:
             distributed.meet("compiled")
             for op, reason in () if self.config.implementation == "xla" else fallbacks():
                 self.display.fact("plain XLA", f"{op}: {reason}")
-            state, done = self._restored() if resuming else (self.program.init(self.config.seed), 0)
+            state, done = self._restored() if resuming else (self._initial(), 0)
             # All processes but the first write nothing.
             self.log = MetricsLog(
                 self.out.metrics if self.first else None,
@@ -159,7 +167,10 @@ class Run:
         version = importlib.metadata.version("normfuse")
         model = f"{config.preset}, {parameters} parameters, {config.framework}"
         fact("model", f"{model}, {config.precision} (normfuse {version})")
-        fact("text", f"{text.name}, {text.files} files, {text.size:,} bytes")
+        many = f", {text.documents:,} documents" if text.documents != text.files else ""
+        if config.init_from is not None:
+            fact("weights", str(config.init_from))
+        fact("text", f"{text.name}, {text.files} files{many}, {text.size:,} bytes")
         fact("sha256", text.sha256)
         axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         fact("mesh", f"{axes}, of {mesh.size} {mesh.devices.flat[0].device_kind} devices")
@@ -175,15 +186,16 @@ class Run:
             lasting = dataclasses.replace(
                 self.config,
                 resume="auto",
+                init_from=self.config.init_from and self.config.init_from.absolute(),
                 out_dir=self.out.path.absolute(),
                 data=absolute(self.config.data),
             )
-            self.out.config.write_text(dump(lasting), encoding="utf-8")
+            write(self.out.config, dump(lasting))
             # The text's identity, and the number that converts its losses.
             info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte}
-            self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+            write(self.out.text, json.dumps(info, indent=2) + "\n")
             if isinstance(self.text.tokenizer, Bpe):
-                self.out.tokenizer.write_text(self.text.tokenizer.content, encoding="utf-8")
+                write(self.out.tokenizer, self.text.tokenizer.content)
 
     def _check_resume(self) -> None:
         newest = self.checkpoints.newest_record()
@@ -199,6 +211,14 @@ class Run:
         if different:
             listed = "\n".join(different)
             self.display.note(f"continuing with other settings:\n{listed}")
+
+    def _initial(self) -> State:
+        folder, model, params = self.config.init_from, self.program.model, None
+        if folder is not None:
+            options = {"mesh": self.mesh, "sharding": model.sharding} | vars(model.config)
+            with named("--init-from", folder):
+                _, params = huggingface.load(folder, model.framework, **options)
+        return self.program.init(self.config.seed, params)
 
     def _restored(self) -> tuple[State, int]:
         state, record = self.checkpoints.restore(self.program.abstract())
@@ -243,11 +263,12 @@ class Run:
     def _stopped_at(self, bad: BadStep) -> RunError:
         """Saves the state before a bad step, and its batch; returns the error to raise."""
         path, good = self.out.bad_batch(bad.step), bad.step - 1
-        if self.first:
-            np.save(path, next(self.batches(first=good, steps=bad.step)))
         if good and bad.state is not None:
             self._save(bad.state._replace(halted=bad.state.halted & False), good)
         self.checkpoints.close()
+        if self.first:
+            np.save(batch := io.BytesIO(), next(self.batches(first=good, steps=bad.step)))
+            write(path, batch.getvalue())
         distributed.agree(good)  # all have saved: from here the first that fails may end the others
         saved = self.checkpoints.steps()
         last = self.out.checkpoints / str(saved[-1]) if saved else "none yet"

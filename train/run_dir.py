@@ -1,5 +1,6 @@
 """The folder of a run: its files, whether a run may use it, and reading results back from it."""
 
+import errno
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from . import UsageError, metrics
 from .arguments import named
 from .config import TrainConfig
+from .files import PART
 from .metrics import is_number
 
 
@@ -30,9 +32,15 @@ class RunDir:
         return self.path / f"bad_batch_{step}.npy"
 
     def has_checkpoints(self) -> bool:
-        """Returns whether a step was saved completely; unfinished saves have other names."""
-        folder = self.checkpoints
-        return folder.is_dir() and any(is_step(entry.name) for entry in folder.iterdir())
+        """Returns whether a step was saved completely; unfinished saves have other names.
+
+        Raises:
+          OSError: the folder of checkpoints is none, or cannot be read.
+        """
+        try:
+            return any(is_step(entry.name) for entry in self.checkpoints.iterdir())
+        except FileNotFoundError:
+            return False
 
     def make(self, new: bool) -> None:
         """Creates the folder, which a `new` one must not be before.
@@ -110,7 +118,10 @@ def resumes(config: TrainConfig, out: RunDir) -> bool:
         names = {entry.name for entry in out.path.iterdir()} if out.path.exists() else set()
         saved = out.has_checkpoints()
         is_run = saved or out.config.exists()
-    if names - {out.lock.name} and not is_run:
+        for file in out.config, out.metrics, out.plot, out.text, out.tokenizer:
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "Is a folder, not a run's file", str(file))
+    if {name for name in names if not name.endswith(PART)} - {out.lock.name} and not is_run:
         raise UsageError(
             f"--out-dir {out.path} is not empty and holds no run of normfuse. Give another."
         )

@@ -10,6 +10,16 @@ from typing import Any
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
+def end_by_ctrl_c() -> None:
+    """Lets a Ctrl-C end the process at once, until `train` notes it to save and stop.
+
+    As Python's KeyboardInterrupt it would be lost in whatever callback it interrupts: JAX runs one
+    at every garbage collection, and imports collect hundreds of times.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored: `nohup … &`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class StopRequest:
     """While entered, notes the first signal (SIGTERM, SIGINT, SIGUSR1) and obeys the second.
 
@@ -48,9 +58,9 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         if not self._old:
             return
-        signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
         os.close(self._write)  # ends the thread
         self._thread.join()
         os.close(self._read)

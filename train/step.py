@@ -62,8 +62,10 @@ class Program:
         """Returns the state's shardings: moments as their parameters, scalars replicated."""
         return jax.tree.map(lambda x: x.sharding, self.abstract())
 
-    def init(self, seed: int) -> State:
-        """Makes the state a run starts from: the same values on every mesh."""
+    def init(self, seed: int, params: Params | None = None) -> State:
+        """Makes the state a run starts from, of parameters or of random ones, alike on any mesh."""
+        if params is not None:
+            return jax.jit(self._start, out_shardings=self.shardings(), donate_argnums=0)(params)
         return jax.jit(self._init, out_shardings=self.shardings())(jax.random.key(seed))
 
     def lower(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
@@ -80,7 +82,9 @@ class Program:
         return step.lower(state, tokens)
 
     def _init(self, key: Array) -> State:
-        params = self.model.init(key)
+        return self._start(self.model.init(key))
+
+    def _start(self, params: Params) -> State:
         step, halted = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
         return State(step, params, self.optimizer.init(params), halted)
 

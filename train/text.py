@@ -14,6 +14,7 @@ import numpy as np
 
 from . import UsageError
 from .arguments import expanded, named
+from .documents import is_dataset, read
 from .tokenizer import Bytes, Tokenizer, make_tokenizer
 
 HELD_OUT = 0.05
@@ -26,6 +27,7 @@ class Text:
 
     name: str  # its source, for messages
     files: int  # number of files read
+    documents: int  # number of documents in them
     sha256: str  # hash of all its bytes
     tokenizer: Tokenizer
     train: np.ndarray  # tokens to train on, unsigned integers
@@ -52,30 +54,39 @@ def load(
     seq_len: int,
     vocab_size: int,
     tokenizer: str = "byte",
+    field: str = "text",
+    special: bool = False,
 ) -> Text:
     """Reads the text and checks that the model can be trained on it.
 
+    The tokenizer's special tokens, as <bos>, are put around each document: each line of JSON
+    Lines, row of a dataset, or of several files each. One file of text is a stream without them.
+
     Args:
-      path: a file, a directory (every file below it) or a glob, its files in sorted order; None
-        for the sources of Python's standard library.
+      path: a file, a directory (every file below it) or a glob, its files in sorted order, or a
+        dataset's folder; None for the sources of Python's standard library.
       seq_len: tokens in a sequence; both parts must hold one sequence and its last target.
       vocab_size: every token must be below it.
       tokenizer: "byte" or a file, as `--data.tokenizer`.
+      field: has the text in objects of JSON Lines and rows of a dataset.
+      special: takes one file of text for a document.
 
     Raises:
       UsageError: nothing is there, it cannot be read, it is too short, or a token is too large.
     """
     name, files = _standard_library() if path is None else _find(path)
     with named("--data.path", path):
-        content = b"".join(file.read_bytes() for file in files)
+        documents = [text for file in files for text in read(file, field, len(files) == 1)]
+    content = b"".join(documents)
     source = name if path is None else f"--data.path {path}"
     if not content:
         raise UsageError(f"{source} is empty: it must hold text.")
     cut = len(content) - math.floor(len(content) * HELD_OUT)
     encoder = make_tokenizer(tokenizer)
+    encoder.special = special or len(documents) > 1
     while encoder.vocab_size > 256 and 0 < cut < len(content) and content[cut] & 0xC0 == 0x80:
         cut -= 1  # to where a UTF-8 character starts
-    train, held_out = encoder.encode(content[:cut]), encoder.encode(content[cut:])
+    train, held_out = map(encoder.encode_documents, _split(documents, cut))
     if min(len(train), len(held_out)) <= seq_len:
         raise UsageError(
             f"{source} has {len(train) + len(held_out):,} tokens; --seq-len {seq_len} needs at "
@@ -91,7 +102,18 @@ def load(
             f"vocab-size is {vocab_size}. Give --model.vocab-size {-(-needed // 128) * 128}."
         )
     sha256 = hashlib.sha256(content).hexdigest()
-    return Text(name, len(files), sha256, encoder, train, held_out, len(content))
+    counts = len(files), len(documents)
+    return Text(name, *counts, sha256, encoder, train, held_out, len(content))
+
+
+def _split(documents: list[bytes], size: int) -> tuple[list[bytes], list[bytes]]:
+    """Splits documents after `size` bytes; one that is cut becomes two."""
+    before, after = [], []
+    for text in documents:
+        before += [text[:size]] if text[:size] else []
+        after += [text[size:]] if text[size:] else []
+        size = max(size - len(text), 0)
+    return before, after
 
 
 def _standard_library() -> tuple[str, list[Path]]:
@@ -107,6 +129,8 @@ def _standard_library() -> tuple[str, list[Path]]:
 
 def _find(path: str) -> tuple[str, list[Path]]:
     root = expanded(path, "--data.path")
+    if is_dataset(root):
+        return path, [root]
     with named("--data.path", path):
         paths = [Path(match) for match in glob.glob(str(root), recursive=True)]
         if root.is_dir():

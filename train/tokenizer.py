@@ -19,10 +19,19 @@ class Bytes:
     """The tokenizer whose tokens are a text's bytes. `Bpe` has the same methods."""
 
     name, vocab_size = "byte", 256  # the value of `--data.tokenizer`; every token is below the size
+    special = False  # puts special tokens around documents and before prompts
 
     def encode(self, content: bytes) -> np.ndarray:
         """Returns a text's tokens, unsigned integers."""
         return np.frombuffer(content, np.uint8)
+
+    def encode_documents(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Returns the tokens of texts, each between its special tokens."""
+        return self.encode(b"".join(documents))
+
+    def opening(self) -> list[int]:
+        """Returns the special tokens before a document and a prompt: often one, <bos>."""
+        return []
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without those beyond the vocabulary."""
@@ -36,6 +45,8 @@ class Bytes:
 class Bpe:
     """A tokenizer in Hugging Face's format: the content of a `tokenizer.json`, and its name."""
 
+    special = True
+
     def __init__(self, content: str, name: str) -> None:
         import tokenizers
 
@@ -44,16 +55,31 @@ class Bpe:
         self._tokenizer.no_truncation()
         self._tokenizer.encode("a \U0010ffff")  # it may have no token for what is unknown
         self.name, self.content = name, content
+        encoding = self._tokenizer.encode("a")  # with what the file's template puts around it
+        marked = zip(encoding.ids, encoding.special_tokens_mask)
+        before = [x for x, _ in itertools.takewhile(lambda pair: pair[1], marked)]
+        ids = [x for x, mark in zip(encoding.ids, encoding.special_tokens_mask) if mark]
+        self._template = before, ids[len(before) :]
         # Not their number: a file may leave out some.
-        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.vocab_size: int = 1 + max([-1, *self._tokenizer.get_vocab().values(), *encoding.ids])
 
     def encode(self, content: bytes) -> np.ndarray:
+        return self._encode([content], [], [])
+
+    def encode_documents(self, documents: Sequence[bytes]) -> np.ndarray:
+        if self.special and any(self._template):
+            return self._encode(documents, *self._template)
+        return self.encode(b"".join(documents))
+
+    def _encode(self, texts: Sequence[bytes], before: list[int], after: list[int]) -> np.ndarray:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         tokens = [np.zeros(0, dtype)]
-        pieces = _pieces(content.decode(errors="replace"))
+        pieces = itertools.chain.from_iterable(_pieces(x.decode(errors="replace")) for x in texts)
         while batch := list(itertools.islice(pieces, _BATCH)):
-            encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
-            tokens += [np.array(encoding.ids, dtype) for encoding in encodings]
+            parts = [part for part, *_ in batch]
+            encodings = self._tokenizer.encode_batch(parts, add_special_tokens=False)
+            for (_, begins, ends), encoding in zip(batch, encodings):
+                tokens.append(np.array([*before * begins, *encoding.ids, *after * ends], dtype))
         return np.concatenate(tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -76,13 +102,24 @@ class Bpe:
         return cls(tokenizer.to_str(), Bytes.name)
 
     def opening(self) -> list[int]:
-        """Returns the tokens that the file's template puts before a text: often one, <bos>."""
-        encoding = self._tokenizer.encode("a")
-        marked = zip(encoding.ids, encoding.special_tokens_mask)
-        return [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
+        return self._template[0] if self.special else []
+
+    def for_prompts(self) -> str:
+        """Returns a `tokenizer.json` that puts `opening` before a text, and nothing after it."""
+        import tokenizers
+
+        if self._template == (self.opening(), []):
+            return self.content
+        changed = tokenizers.Tokenizer.from_str(self.content)
+        marks = [(changed.id_to_token(token), token) for token in self.opening()]
+        template = [*(name for name, _ in marks), "$A"]
+        process = tokenizers.processors.TemplateProcessing(template, special_tokens=marks)
+        changed.post_processor = process
+        return changed.to_str()
 
     def identity(self) -> str:
-        return f"sha256 {hashlib.sha256(self.content.encode()).hexdigest()[:16]}"
+        special = ", with special tokens" if self.special and any(self._template) else ""
+        return f"sha256 {hashlib.sha256(self.content.encode()).hexdigest()[:16]}{special}"
 
 
 Tokenizer = Bytes | Bpe
@@ -123,12 +160,15 @@ def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
         ) from None
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Splits a text into pieces of at most `_PIECE`, after line ends where these are close."""
+def _pieces(text: str) -> Iterator[tuple[str, bool, bool]]:
+    """Splits a text into pieces of at most `_PIECE`, after line ends where these are close.
+
+    Yields: each piece, and whether the text begins and ends with it.
+    """
     start = 0
     while start < len(text):
         end = min(start + _PIECE, len(text))
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end]
+        yield text[start:end], start == 0, end == len(text)
         start = end

@@ -79,6 +79,16 @@ def test_logits_are_those_recorded(recorded, name, framework, jit):
     assert np.ptp(expected["logits"]) > 1
 
 
+def test_a_framework_is_asked_for_and_the_model_is_called(recorded):
+    folder, expected = recorded("llama")
+    with pytest.raises(ValueError, match="framework=None must be one of 'nnx', 'eqx'"):
+        load(folder)
+    model, params = load(folder, "nnx")
+    np.testing.assert_array_equal(
+        model(params, expected["tokens"]), model.apply(params, expected["tokens"])
+    )
+
+
 # In each framework some; the cache is one. Windows are shorter than prompt and text.
 @pytest.mark.parametrize("name", ["llama31_tied", "qwen3", "mistral"])
 def test_greedy_text_is_that_recorded(recorded, name):

@@ -41,6 +41,8 @@ _USAGE = [
     ({"data.path": "~no-such-user/x"}, ["--data.path ~no-such-user/x"]),
     ({"data.path": "\udcff"}, ["--data.path=\\udcff", "UTF-8"]),
     ({"config": "/nowhere.yaml"}, ["--config /nowhere.yaml cannot be read"]),
+    ({"init-from": "/nowhere"}, ["--init-from /nowhere cannot be read", "config.json"]),
+    ({"model.rope-scaling.factor": 0.5}, ["rope-scaling", "factor=0.5"]),
     ({"tensorboard": True}, ["--tensorboard", "metrics.jsonl"]),
     ({"sample.tokens": 9}, ["--sample.tokens is no longer there", "normfuse generate"]),
     ({"data.tokenizer": __file__}, [f"{__file__} is not a valid tokenizer.json", "`byte`"]),
@@ -89,6 +91,13 @@ def test_folders_that_cannot_serve_are_left_alone(train, nothing_compiled, tmp_p
     for folder, part in ((text_file / "run", "Not a directory"), ("/proc/normfuse", "be written")):
         code, _, error = train(out_dir=folder)
         _assert_usage_error(code, error, [f"--out-dir {folder}", part])
+    for name in ("checkpoints", "loss.png"):  # before the first step, not after the last
+        used = tmp_path / name
+        used.mkdir()
+        (used / "config.yaml").touch()
+        (used / name).touch() if name == "checkpoints" else (used / name).mkdir()
+        code, _, error = train(out_dir=used)
+        _assert_usage_error(code, error, [f"--out-dir {used}", str(used / name)])
     (tmp_path / "run").mkdir()
     code, _, error = train(**{"data.path": tmp_path / "run"})
     _assert_usage_error(code, error, ["--data.path", "no files"])

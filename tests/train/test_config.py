@@ -42,15 +42,35 @@ def test_dump_reads_back_the_same(yaml_file):
     assert dataclasses.replace(again, config=None) == config
 
 
+def _nested(form: str) -> str:
+    """Aliases of aliases: a billion values in a page."""
+    names = [f"a{i}: &a{i} {form.format(i - 1)}" for i in range(1, 30)]
+    return "\n".join(["a0: &a0 {x: 1}", *names])
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ("steps: 3\noptim:\n  lr: 0.1\n  warmpu: 3\n", ["--optim.warmpu=3", "--optim.warmup"]),
+        (
+            "steps: 3\noptim:\n  lr: 0.1\n  warmpu: 3\n",
+            ["--optim.warmpu=3", "--optim.warmup", "run.yaml"],
+        ),
+        ("seed: 1\nsteps: 0\n", ["--steps 0 must be", "run.yaml"]),
+        ("preset: tiny\nconfig: b.yaml\n", ["line 2: config is no setting"]),
+        ("help: true\n", ["line 1: help is no setting"]),
+        ("steps: 3\nsteps: 4\n", ["line 2: steps is in line 1 too"]),
+        ("mesh: {data: 2}\nmesh: {fsdp: 2}\n", ["line 2: mesh is in line 1 too"]),
+        ("mesh: {data: 2}\nmesh.data: 1\n", ["line 2: mesh.data is in line 1 too"]),
+        ("batch-size: 3\nbatch_size: 4\n", ["line 2: batch-size is in line 1 too"]),
+        ("optim.lr: [1, 2]\n", ["line 1: optim.lr must be one value"]),
+        ("? [1]\n: 2\n", ["--?=2", "run.yaml"]),
+        (_nested("{{x: *a{0}, y: *a{0}}}"), ["is one of too many"]),
+        (_nested("[*a{0}, *a{0}]"), ["line 2: a1 must be one value"]),
         ("\nmesh:\n  sideways:\n    a: 1\n", ["--mesh.sideways.a=1"]),
         ("mesh: 3\n", ["--mesh=3"]),
-        ("steps: many\n", ["--steps", "'many'"]),
+        ("steps: many\n", ["--steps", "'many'", "run.yaml"]),
         ("steps: null\n", ["--steps", "None"]),
-        ("mesh.sequence: 3\n", ["3"]),
+        ("mesh.sequence: 3\n", ["line 1: mesh.sequence is 3, not true or false"]),
         ("optim:\n  lr: fast\n", ["--optim.lr", "'fast'"]),
         ("preset: huge\n", ["--preset", "'huge'", "'tiny'"]),
         ("out_dir: ''\n", ["--out-dir= is empty"]),

@@ -1,8 +1,11 @@
 """The text and the order in which it is read."""
 
 import hashlib
+import json
 import os
+import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +59,61 @@ def test_directory_and_glob_are_read_in_sorted_order(tmp_path):
     matched = load(str(tmp_path / "texts" / "**" / "*.txt"), seq_len=8, vocab_size=256)
     assert matched.train.tobytes() + matched.held_out.tobytes() == b"a" * 100 + b"b" * 100
     assert (folder.files, matched.files) == (3, 2)
+
+
+def _whole(text):
+    return text.train.tobytes() + text.held_out.tobytes()
+
+
+def test_documents_are_lines_of_json_rows_and_files(tmp_path, monkeypatch):
+    lines = [{"text": "norm\nof a row"}, {"text": "größer\n", "id": 3}, {"text": ""}]
+    texts = "norm\nof a row\ngrößer\n".encode()
+    sizes = {"seq_len": 0, "vocab_size": 256}
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    (tmp_path / "x.json").write_text(json.dumps(lines))
+    for name in ("x.jsonl", "x.json"):
+        found = load(str(tmp_path / name), **sizes)
+        assert (_whole(found), found.files, found.documents) == (texts, 1, 2)
+    (tmp_path / "other.ndjson").write_bytes(
+        b'\xef\xbb\xbf{"prompt": "scale of the layer for once"}'
+    )
+    found = load(str(tmp_path / "*.ndjson"), **sizes, field="prompt")
+    assert _whole(found) == b"scale of the layer for once\n"
+    dataset = tmp_path / "dataset"
+    dataset.mkdir()
+    (dataset / "state.json").write_text("{}")
+    rows = types.SimpleNamespace(load_from_disk=lambda path: lines if path == str(dataset) else 0)
+    monkeypatch.setitem(sys.modules, "datasets", rows)
+    assert _whole(load(str(dataset), **sizes)) == texts
+    rows.load_from_disk = lambda path: {"train": lines, "test": lines}
+    with pytest.raises(UsageError, match="holds splits: give the folder of one, of train, test"):
+        load(str(dataset), **sizes)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="is a dataset: pip install datasets"):
+        load(str(dataset), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "x.jsonl",
+            '{"text": "a"}\n{"txt": "b"}',
+            """line 2, has no text 'text': b'{"txt": "b"}'""",
+        ),
+        ("x.jsonl", '{"text": 3}', """line 1, has no text 'text': b'{"text": 3}'"""),
+        ("x.jsonl", "\n[1]", r"line 2, has no text 'text': b'\[1\]'"),
+        ("x.ndjson", "{a", "line 1, has no text 'text': b'{a'"),
+        ("x.jsonl", "\n\n", "is empty"),
+        ("x.json", '[{"a": "b"}]', "line 1, has no text 'text': {'a': 'b'}"),
+        ("x.parquet", "PAR1", "x.parquet is no text: unpack it, let `datasets`"),
+        ("x.txt.gz", "", "x.txt.gz is no text: unpack it"),
+    ],
+)
+def test_files_without_texts_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=message):
+        load(str(tmp_path / name), seq_len=1, vocab_size=256)
 
 
 def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):

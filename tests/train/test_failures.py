@@ -1,21 +1,35 @@
 """Runs that fail say why, what helps, and never "done"."""
 
+import errno
 import os
 import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import processes
+import pytest
 
 from normfuse.train.loop import Loop
 
 
-def test_out_of_memory_says_what_helps(train, monkeypatch):
-    monkeypatch.setattr(Loop, "run", lambda *_: jnp.zeros(2**46, jnp.uint8).block_until_ready())
+def _internal(*_):
+    """As CPUs say it where the computation has been dispatched."""
+    text = "INTERNAL: Error dispatching computation: Out of memory allocating 1000000000000 bytes."
+    raise jax.errors.JaxRuntimeError(text)
+
+
+def _exhausted(*_):
+    jnp.zeros(2**46, jnp.uint8).block_until_ready()
+
+
+@pytest.mark.parametrize("kind", ["RESOURCE_EXHAUSTED", "INTERNAL"])
+def test_out_of_memory_says_what_helps(train, monkeypatch, kind):
+    monkeypatch.setattr(Loop, "run", _internal if kind == "INTERNAL" else _exhausted)
     code, _, err = train()
     assert code == 1 and "Traceback" not in err
-    assert re.search(r"out of device memory: .*RESOURCE_EXHAUSTED.*Out of memory", err)
+    assert re.search(rf"out of device memory: .*{kind}.*Out of memory", err)
     for knob in ("--microbatches", "--model.remat block", "--mesh.fsdp"):
         assert knob in err
 
@@ -38,8 +52,23 @@ def test_save_that_fails_in_the_background_fails_the_run(flags, tmp_path):
     )
     assert done.returncode == 1, done.stderr
     assert "error: the checkpoint of step 2 could not be written to" in done.stderr
-    assert "File too large" in done.stderr
+    assert "File too large" in done.stderr and done.stderr.count("\n") == 1
     assert "validation" not in done.stdout and "step  200/4000" not in done.stdout
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
+def test_checkpoint_that_cannot_be_renamed_is_one_line(train, monkeypatch, caplog, error):
+    rename = os.rename
+
+    def fail(old, new, **options):
+        if re.search("checkpoints/2$", str(new)):
+            raise OSError(error, os.strerror(error), str(old))
+        rename(old, new, **options)
+
+    monkeypatch.setattr(os, "rename", fail)
+    code, _, err = train(steps=50, **{"checkpoint.every": 2})
+    assert code == 1 and err.count("\n") == 1 and os.strerror(error) in err
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_run_goes_on_when_its_reader_leaves(flags, tmp_path, lines):

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from normfuse.models.config import TransformerConfig
@@ -10,6 +11,7 @@ from normfuse.models.functional import build
 from normfuse.models.huggingface import load, save
 from normfuse.train import generation
 from normfuse.train.cli import main
+from normfuse.train.text import load as load_text
 
 
 def test_generate_continues_the_prompt(finished, capsys):
@@ -79,6 +81,44 @@ def test_an_exported_run_says_the_same(finished, tmp_path, capsys):
     assert "holds no checkpoint" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert load(tmp_path / "half", "eqx")[0].config == load(folder, "eqx")[0].config
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_train_generate_and_export_feed_the_same_tokens(
+    train, tmp_path, capsys, monkeypatch, text_file, documents
+):
+    """With a template of <bos> and <eos>: around documents, but not into one stream of text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    marks = [("<bos>", 0), ("<eos>", 1)]
+    names = [name for name, _ in marks]
+    lines = text_file.read_text().splitlines()
+    tokenizer.train_from_iterator(lines, 300, special_tokens=names, show_progress=False)
+    template = tokenizers.processors.TemplateProcessing("<bos> $A <eos>", special_tokens=marks)
+    tokenizer.post_processor = template
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = tmp_path / ("x.jsonl" if documents else "x.txt")
+    write = (lambda line: json.dumps({"text": line})) if documents else str
+    source.write_text("\n".join(map(write, lines)))
+    given = {"data.path": source, "data.tokenizer": tmp_path / "tokenizer.json"}
+    sizes = {"seq_len": 16, "vocab_size": 384}
+    text = load_text(str(source), **sizes, tokenizer=str(tmp_path / "tokenizer.json"))
+    counted = [int(np.sum(np.r_[text.train, text.held_out] == token)) for _, token in marks]
+    # The document that begins to be held out is cut in two.
+    assert counted[0] == counted[1] and counted[0] - documents * len(lines) in (0, documents)
+    assert text.tokenizer.decode(text.train[:30]).startswith("<bos>" * documents + lines[0])
+
+    fed, run = [], generation.generate
+    monkeypatch.setattr(generation, "generate", lambda *a, **b: fed.append(a[2]) or run(*a, **b))
+    assert train(steps=1, **given)[0] == 0
+    source, folder = tmp_path / "run", tmp_path / "model"
+    assert main(["export", str(source), str(folder)]) == 0
+    for place in source, folder:
+        assert main(["generate", str(place), "--prompt", "the norm", "--tokens", "2"]) == 0
+    exported = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    expected = [*[0] * documents, *tokenizer.encode("the norm", add_special_tokens=False).ids]
+    assert exported.encode("the norm").ids == expected
+    assert [rows[0].tolist() for rows in fed] == [expected, expected]
 
 
 def test_hugging_face_folder_speaks(tmp_path, capsys, monkeypatch):

@@ -42,6 +42,21 @@ def test_runs_that_cannot_be_reported_are_explained(finished, tmp_path, capsys):
         assert part in capsys.readouterr().err
 
 
+def test_a_run_that_diverges_does_not_flatten_the_others(drawn, tmp_path):
+    """The axis says how many of its losses are beyond it."""
+    losses = {"good": [4.0, 3.0, 2.0, 2.0], "bad": [4.0, 3.0, 9e3, 9e4]}
+    line = lambda step, loss: {"step": step, "loss": loss, "val_bits_per_byte": loss, "val_loss": 1}
+    runs = [RunResults(n, [line(i, y) for i, y in enumerate(x, 1)]) for n, x in losses.items()]
+    plot_loss(tmp_path / "loss.png", runs)
+    assert 4 / np.log(2) < drawn().get_ylim()[1] < 20
+    assert "25.00% of the losses are above, up to 1.3e+05" in drawn().get_title(loc="left")
+    dots = [line for line in drawn().get_lines() if line.get_marker() == "o"]
+    points = np.concatenate([line.get_ydata() for line in dots])
+    assert np.nanmax(points) < 20  # those beyond the axis would be drawn outside of it
+    plot_loss(tmp_path / "loss.png", runs[:1])
+    assert drawn().get_title(loc="left") == ""
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """Gives the axes of a drawing, in place of its file."""

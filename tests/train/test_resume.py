@@ -76,6 +76,7 @@ def test_config_of_a_run_continues_it_from_any_folder(
     monkeypatch.chdir(tmp_path / "moved" / "x")
     assert main(["train", "--config", "config.yaml", "--steps", "5"]) == 0
     out = capsys.readouterr().out
+    assert "saved 4, now 5: from here the learning rate follows another curve" in out
     assert "continuing after step 4" in out and f"folder      {tmp_path / 'moved' / 'x'}" in out
     assert [path.name for path in (tmp_path / "b").iterdir()] == []
     elsewhere = ["--out-dir", str(tmp_path / "b" / "y"), "--steps", "2"]

@@ -69,6 +69,35 @@ def test_first_signal_only_asks():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_at_any_moment_before_the_run_ends_it():
+    """Copies of the process are interrupted at more than twenty of its imports."""
+    program = """
+import os, signal, sys
+class Moments:
+    count = 0
+    def find_spec(self, name, path=None, target=None):
+        if name == "normfuse.train.cli":
+            assert not {"jax", "numpy", "tyro"} & set(sys.modules)
+            self.count = 60
+        self.count += self.count > 0
+        if self.count > 60:
+            self.count = 1
+            if (child := os.fork()) == 0:
+                signal.raise_signal(signal.SIGINT)
+                os._exit(0)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+sys.meta_path.insert(0, Moments())
+from normfuse.train.__main__ import entry
+entry(["train", "--steps", "0"])
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr == "error: --steps 0 must be from 1 to 2147483647.\n"
+    codes = done.stdout.split()
+    assert len(codes) > 20 and set(codes) == {str(-signal.SIGINT)}
+
+
 def test_ctrl_c_during_imports_ends_the_command():
     """While a garbage collection runs a callback, as JAX's own: Python drops its exceptions."""
     program = """
