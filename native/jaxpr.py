@@ -95,11 +95,12 @@ def rebuilt(
     return results_of(eqn.replace(params=params), given)
 
 
-def line_of(eqn: Any) -> str:
-    """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
-    traceback = getattr(eqn.source_info, "traceback", None)
+def line_of(*eqns: Any) -> str:
+    """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's, of the
+    first equation that has one."""
     hidden = hidden_folders()
-    for frame in traceback.frames if traceback is not None else ():
+    tracebacks = [getattr(eqn.source_info, "traceback", None) for eqn in eqns]
+    for frame in (frame for t in tracebacks if t is not None for frame in t.frames):
         if not frame.file_name.startswith(hidden):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return "an unknown line"

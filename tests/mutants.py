@@ -472,6 +472,36 @@ MUTANTS = [
         "tests/layers/test_accumulate.py::test_losses_may_differentiate_their_layers[dense-cond]",
     ),
     # ---------------------------------------------------------------- layers: fuse
+    Mutant(
+        "layers/fuse/products.py",
+        "return _is_returned(g.outer, call.outs[g.results.index(v)])",
+        "return False",
+        "tests/fuse/test_rows_and_lines.py::test_heads_that_are_returned_from_within_stay[scan]",
+    ),
+    Mutant(
+        "layers/fuse/products.py",
+        'if t.kind == "lse"]',
+        "]",
+        "tests/fuse/test_rows_and_lines.py::test_a_maximum_is_no_softmax",
+    ),
+    Mutant(
+        "layers/fuse/program.py",
+        "= [jax.vmap] * len(avals[0].shape)",
+        "= []",
+        "tests/fuse/test_rows_and_lines.py::test_a_relu_that_is_vmapped_is_one",
+    ),
+    Mutant(
+        "layers/fuse/norms.py",
+        'if a is not None and a.kind in ("sum", "stat", "square of sum") else None',
+        "if False else None",
+        "tests/fuse/test_rows_and_lines.py::test_norms_with_named_statistics_and_late_factors",
+    ),
+    Mutant(  # the line of the first norm of this shape
+        "layers/fuse/codes.py",
+        "line_of(*made.calls, made.eqn)",
+        "line_of(made.eqn, *made.calls)",
+        "tests/fuse/test_rows_and_lines.py::test_codes_have_the_line_of_their_own_norm",
+    ),
     Mutant(  # a comparison of what was rounded
         "layers/fuse/constants.py",
         "if name in _JUMPS and not exact or",

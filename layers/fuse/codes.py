@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ...native.jaxpr import inner
+from ...native.jaxpr import inner, line_of
 from ..dense import fp8, fp8_norm
 from ..norm import op as norms
 from ..quantization import norm as quantized_norm
@@ -40,6 +40,11 @@ class CodedProgram(Program):
     def inlines(self, eqn: Any) -> bool:
         """Tells if a jitted function has norms or FP8 products; JAX has traced the others once."""
         return super().inlines(eqn) and self._has_parts(eqn.params["jaxpr"].jaxpr)
+
+    def line(self, v: int) -> str:
+        """Returns the line of a call: JAX traces norms of equal shapes once, for the first."""
+        made = self.maker[v]
+        return f"{made.scope or ''} {line_of(*made.calls, made.eqn)}".strip()
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Returns the results; a site that fails is an error, since others read its codes."""

@@ -195,7 +195,7 @@ def _times(a: Part, n: float, slack: float) -> Part | None:
     slack += a.slack
     if a.kind in ("sum", "square of sum", "square") or a.kind == "stat" and a.p == 1:
         return replace(a, a=a.a * n, b=a.b * n, slack=slack)
-    if a.kind == "norm" and a.scale is None and a.bias is None and a.stat and a.stat.p == -0.5:
+    if a.kind == "norm" and a.bias is None and a.stat and a.stat.p == -0.5:
         slack = a.stat.slack + 2 * (slack - a.slack)
         stat = replace(a.stat, a=a.stat.a / (n * n), b=a.stat.b / (n * n), slack=slack)
         return replace(a, stat=stat)
@@ -360,7 +360,17 @@ def _convert(g: Norms, made: Equation, a: Part | None) -> Part | None:
     return None if a.kind in ("x", "square") else a  # rounded, it is another array
 
 
-RULES: dict[str, Any] = {"max": _maximum, "dot_general": _dot, "convert_element_type": _convert}
+def _named(g: Norms, made: Equation, a: Part | None) -> Part | None:
+    """A statistic that remat may keep; other values that it may keep are arrays of their own."""
+    return a if a is not None and a.kind in ("sum", "stat", "square of sum") else None
+
+
+RULES: dict[str, Any] = {
+    "name": _named,
+    "max": _maximum,
+    "dot_general": _dot,
+    "convert_element_type": _convert,
+}
 RULES |= {"mul": _mul, "div": _div, "add": _add, "add_any": _add, "sub": _sub, "reduce_sum": _sum}
 RULES |= dict.fromkeys(("integer_pow", "pow", "square", "sqrt", "rsqrt"), _power)
 LAYOUT = (*MOVED, "copy", "pcast", "pvary")

@@ -120,7 +120,7 @@ class Products:
         self.program, self.activations = program, activations
         self.made = made  # computed by sites of other domains
         self.narrowed: dict[int, Matrix] = {}  # by the value that a site replaces
-        softmaxed = [t.base.dot for f in scores.of.values() for t, _ in f.terms]
+        softmaxed = [t.base.dot for f in scores.of.values() for t, _ in f.terms if t.kind == "lse"]
         self.softmaxed = set(softmaxed)  # products whose results a softmax or a loss reads
         self.matrices: list[Matrix] = []
         self.left: list[tuple[int, str]] = []
@@ -247,7 +247,7 @@ class Products:
             return "its rows are made of integers, as of a one-hot embedding"
         if why := chosen(self.program).get(m.value):
             return why
-        if self._is_returned(m.value):
+        if _is_returned(self.program, m.value):
             return "it is the function's result"
         return ""
 
@@ -262,22 +262,26 @@ class Products:
         )
         return is_cast and not is_floating or two_valued(self.program, v) is not None
 
-    def _is_returned(self, v: int) -> bool:
-        """Tells if a value is the function's result, laid out anew or cast: logits, it may be."""
-        g, stack, seen = self.program, [v], set()
-        while stack and not g.within:
-            v = stack.pop()
-            if v in g.results:
-                return True
-            for reader in g.readers.get(v, ()):
-                size = g.avals[reader.outs[0]].size
-                if reader.name in _PASSED and size == g.avals[v].size and not {*reader.outs} & seen:
-                    seen.update(reader.outs)
-                    stack += reader.outs
-        return False
-
 
 _PASSED = *MOVED, "convert_element_type", "copy", "stop_gradient"
+
+
+def _is_returned(g: Program, v: int) -> bool:
+    """Tells if a value is the function's result, laid out anew or cast: logits, it may be."""
+    stack, seen = [v], set()
+    while stack:
+        v = stack.pop()
+        if v in g.results:
+            if g.outer is None:
+                return True
+            call = next(e for e, bodies in g.outer.bodies.items() if g in bodies.values())
+            return _is_returned(g.outer, call.outs[g.results.index(v)])
+        for reader in g.readers.get(v, ()):
+            size = g.avals[reader.outs[0]].size
+            if reader.name in _PASSED and size == g.avals[v].size and not {*reader.outs} & seen:
+                seen.update(reader.outs)
+                stack += reader.outs
+    return False
 
 
 def _narrowed(g: Program, m: Matrix) -> int:

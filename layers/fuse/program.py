@@ -8,6 +8,7 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Equation:
       ins: its operands as rules read them, all of the result's shape where it is element-wise.
       operands: those that it is evaluated with, which JAX may broadcast.
       scope: the named scopes around it, those of the jitted functions that it was taken out of too.
+      calls: the equations that call these functions, the outermost first.
     """
 
     eqn: Any
@@ -53,6 +55,7 @@ class Equation:
     operands: list[int]
     scope: Any
     outs: list[int] = dataclasses.field(default_factory=list)
+    calls: tuple[Any, ...] = ()
 
 
 class Program:
@@ -94,6 +97,7 @@ class Program:
         # within is its shadow where the derivatives are equal but for rounding.
         self.shadows: dict[int, int] = {}
         self.shadowing: set[Equation] = set()
+        self._calls: list[Any] = []  # of jitted functions, around what is read now
         self._shadow = 0  # the call that is read now, from 1; 0 for none
         self._consts: dict[int, Any] = {}
         self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
@@ -149,7 +153,9 @@ class Program:
                 within = scope + within if within.stack else scope
             if eqn.primitive.name in JIT and self.inlines(eqn):
                 inner = eqn.params["jaxpr"]
+                self._calls.append(eqn)
                 outs = self._add(inner.jaxpr, inner.consts, operands, within)
+                self._calls.pop()
             else:
                 outs = self._equation(eqn, operands, within)
             env |= zip(eqn.outvars, outs, strict=True)
@@ -170,6 +176,7 @@ class Program:
             name = "reduce_precision"
         operands, ins = ins, self._broadcast(eqn, name, ins, scope)
         equation = Equation(eqn, name, params, len(self.equations), ins, operands, scope)
+        equation.calls = (*self._calls,)
         if not eqn.effects and name not in _NEVER_MERGED:
             with contextlib.suppress(TypeError):  # parameters that cannot be hashed
                 key = self._shadow, eqn.primitive.name, *operands, frozenset(eqn.params.items())
@@ -476,10 +483,11 @@ class Program:
         if (made := self.maker.get(v)) is None:
             return "its arguments"
         scopes = str(made.scope) if made.scope is not None else ""
-        return f"{scopes} {line_of(made.eqn)}".strip()
+        return f"{scopes} {line_of(made.eqn, *made.calls[::-1])}".strip()
 
     def described(self, equation: Equation) -> str:
-        return f"{equation.params.get('name') or equation.name} at {line_of(equation.eqn)}"
+        where = line_of(equation.eqn, *equation.calls[::-1])
+        return f"{equation.params.get('name') or equation.name} at {where}"
 
 
 # ---------------------------------------------------------------- domains
@@ -609,7 +617,10 @@ def _is_jaxs_own(eqn: Any, avals: Sequence[Any]) -> bool:
     body = eqn.params["call_jaxpr"].jaxpr
     axes = next((tuple(map(int, e.params["axes"])) for e in body.eqns if "axes" in e.params), ())
     softmax = lambda axis: lambda x, *more: jax.nn.softmax(x, axis, *more)
-    candidates = map(softmax, (axes, axes[0])) if axes else [jax.nn.relu]
+    batches: list[Any] = [jax.vmap] * len(avals[0].shape)
+    first: Any = jax.nn.relu
+    relus = itertools.accumulate([first, *batches], lambda relu, vmap: vmap(relu))
+    candidates = map(softmax, (axes, axes[0])) if axes else relus if len(body.eqns) == 1 else ()
     theirs = text(bind)
     return bool(theirs) and theirs in map(text, candidates)
 
