@@ -141,7 +141,8 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
             options["dropout_rate"] = 1 - 1 / c
         else:
             factor *= c
-    _sort_masks(forms, form, forms.rows[value], seen)
+    sees = _sort_masks(forms, form, seen)
+    _sort_rows(base, forms.rows[value], seen, sees, _sort_biases(forms, base, seen))
     parts = {
         "causal": options["causal"],
         f"window {options['window']}": options["window"],
@@ -245,8 +246,11 @@ def _dtype(dtypes: Sequence[Any], result: Any) -> Any:
     return np.dtype(functools.reduce(jnp.promote_types, [*dtypes, *wide]))
 
 
-def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
-    """Sorts masks and biases into what is proved of them and what is known at run time only."""
+def _sort_masks(forms: ScoreForms, form: Form, seen: Seen) -> bool:
+    """Sorts masks into what is proved of them and what is known at run time only.
+
+    Returns True if all queries are proved to see a key.
+    """
     g, base, (_, queries, _, keys) = forms.program, form.base, seen.groups
     reach = base.scale if base.inner is not None else 0.0  # bound on scores with a soft cap
     low, high, fixed = -math.inf, math.inf, []  # seen: low <= query - key <= high
@@ -276,25 +280,33 @@ def _sort_masks(forms: ScoreForms, form: Form, row: Row, seen: Seen) -> None:
         seen.fixed = None if is_option(low, high) else keep
     causal, width = low == 0 and t <= s, int(min(high, t - 1)) + 1
     seen.options |= {"causal": causal, "window": width if causal and width < t else None}
-    mean = 1 / s
-    if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
-        row = replace(row, value=np.float64(mean))  # a mean, without the rounding
-    infinite = _sort_biases(forms, base, seen)
     places = zip(seen.segments, (tuple(queries), keys))
     ids = {(v, tuple([0 if expand(d) == of else d for d in dims])) for (v, dims), of in places}
     itself = len(ids) == 1 and t == s and low <= 0 <= high  # each query sees the key at its place
-    others = seen.fixed is not None or seen.masks or any(seen.lengths)
-    if (seen.at_run_time or not sees) and (others or not itself):
-        seen.options["rows"] = _rows(base.masks, row, sees or seen.at_run_time, mean)
+    return sees and (itself and not _hides_more(seen) or not seen.at_run_time)
+
+
+def _hides_more(seen: Seen) -> bool:
+    """Tells if more than segments, causal and a window hides keys."""
+    return seen.fixed is not None or bool(seen.masks) or any(seen.lengths)
+
+
+def _sort_rows(base: Scores, row: Row, seen: Seen, sees: bool, infinite: bool) -> None:
+    """Finds out what rows are that see nothing: `rows` of `attend`."""
+    mean, rows = 1 / size(seen.groups[3]), None
+    if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
+        row = replace(row, value=np.float64(mean))  # a mean, without the rounding
+    if not sees:
+        rows = _rows(base.masks, row, seen.at_run_time, mean)
     if infinite:
-        seen.options["rows"] = _rows_of_biases(base.masks, row, mean, seen)
-    seen.options["infinite"], rows = infinite, seen.options["rows"]
+        rows = _rows_of_biases(base.masks, row, mean, rows, seen.dtype)
     if seen.kept and isinstance(rows, float) and rows:  # NaN, or the weight of each value
         if rows == rows and rows != mean:
             raise Left("dropout of rows that see nothing, whose weights are no mean")
-        seen.options["rows"] = "written" if rows == mean else rows
-    if seen.options["rows"] == "absorbed" and (base.inner is not None or seen.dtype == jnp.float16):
+        rows = "written" if rows == mean else rows
+    if rows == "absorbed" and (base.inner is not None or seen.dtype == jnp.float16):
         raise Left("a number that rounds scores away, which have a soft cap or are float16")
+    seen.options |= {"rows": rows, "infinite": infinite}
 
 
 def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
@@ -326,14 +338,14 @@ def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
     return infinite
 
 
-def _rows(masks: Sequence[Mask], row: Row, sees: bool, mean: float) -> Any:
+def _rows(masks: Sequence[Mask], row: Row, at_run_time: bool, mean: float) -> Any:
     """Returns what rows are that see nothing by masks: `rows` of `attend`."""
     if row.kind == "mixed":
         raise Left("what its rows are that see nothing is not one number")
     if row.kind == "shifted" or any(m.added for m in masks):
         first, *more = masks
         absorbs = abs(first.fill) >= ABSORBING
-        if more or not sees or first.fill == -math.inf or absorbs and row.number != mean:
+        if more or not at_run_time or first.fill == -math.inf or absorbs and row.number != mean:
             raise Left("a mask that is added, and others, in rows that may see nothing")
         return "absorbed" if absorbs else "shifted"
     if row.back[NUMBER] or any(m.changed for m in masks):
@@ -341,17 +353,17 @@ def _rows(masks: Sequence[Mask], row: Row, sees: bool, mean: float) -> Any:
     return math.nan if row.number != row.number else row.number
 
 
-def _rows_of_biases(masks: Sequence[Mask], row: Row, mean: float, seen: Seen) -> Any:
+def _rows_of_biases(masks: Sequence[Mask], row: Row, mean: float, rows: Any, dtype: Any) -> Any:
     """Returns what rows are whose biases are -inf at all keys that masks leave them, too."""
     numbers = {(m.fill, m.added and m.fill > -math.inf) for m in masks} or {(-math.inf, False)}
     ((number, adds), *more) = numbers
     if more or not adds and number > -math.inf and any(m.changed for m in masks):
         raise Left("a bias that may be -inf, and masks of several numbers")
     if number == -math.inf:
-        return seen.options["rows"]
+        return rows
     if row.number != mean and (abs(number) >= ABSORBING if adds else row.number is not None):
         raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
-    step = abs(number) * float(jnp.finfo(jnp.promote_types(seen.dtype, jnp.float32)).eps)
+    step = abs(number) * float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
     return ("absorbed" if step >= LARGEST_STEP else "shifted") if adds else "written"
 
 
