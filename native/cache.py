@@ -37,7 +37,6 @@ class Image:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The SHA-256 of `data`, in hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
 
@@ -80,7 +79,6 @@ def fetch(described: object, make: Callable[[], Image]) -> Image:
 
 
 def compilations() -> int:
-    """Returns how many images this process has compiled."""
     return len(_compiled)
 
 
@@ -174,7 +172,6 @@ def _others_can_write(status: os.stat_result) -> bool:
 
 
 def sizes() -> list[int]:
-    """Returns the bytes of each image in the folder."""
     try:
         return [status.st_size for _, status in _files(directory(), _SUFFIX)]
     except Refused:

@@ -66,7 +66,6 @@ def kernel_source(name: str) -> Source:
 
 
 def kernel_text(name: str) -> str:
-    """Returns the text of the file `name` in `native/kernels`."""
     return (_KERNELS / name).read_text()
 
 
@@ -169,7 +168,6 @@ def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
 
 
 def version() -> tuple[int, int]:
-    """Returns NVRTC's version, (major, minor)."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return major, minor
 

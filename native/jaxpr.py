@@ -59,7 +59,6 @@ def bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def inner(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs among an equation's parameters."""
     for _, _, body in bodies(eqn):
         yield getattr(body, "jaxpr", body)
 

@@ -36,7 +36,6 @@ def check_version(compiled: tuple[int, int], installed: tuple[int, int]) -> None
 
 
 def compiled_version() -> tuple[int, int]:
-    """Returns the FFI version (major, minor) that the native code was compiled for."""
     return _ext.ffi_api_version
 
 

@@ -222,7 +222,6 @@ def _rate(rate: Any, mask: Any) -> float:
 def _segments(
     segment_ids: Any, rows: tuple[int, int], keys: tuple[int, int]
 ) -> tuple[Array, Array]:
-    """Returns the segment ids of queries and of keys."""
     pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
     given = tuple(segment_ids) if pair else (segment_ids, segment_ids)
     if not pair and rows != keys:

@@ -283,7 +283,6 @@ class _Tiles:
         return x.reshape(*x.shape[:-3], -1, self.keys_)
 
     def add_to_bias(self, dbias: Array, ds: Array, i: Array, j: Array) -> Array:
-        """Returns the bias's gradient with a block's added."""
         ds = ds.reshape(*ds.shape[:-2], self.sizes[self.d.group], self.rows_, self.keys_)
         absent = tuple(axis for axis, size in enumerate(dbias.shape) if size == 1)
         ds = jnp.sum(ds, axis=absent, keepdims=True)

@@ -174,7 +174,6 @@ class Call:
         return seen if some is None else some & seen
 
     def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
-        """The call itself."""
         window = self._window
         operand = next(iter(operands), None)
         rows, keys = self.kernel_lengths()

@@ -287,11 +287,10 @@ def _without_mask(
 
 
 class _Padding:
-    """The rows and keys that a mask leaves to each sequence, if these are its first.
+    """The rows and keys that a mask leaves to each sequence, if these are its first."""
 
-    Attributes:
-      rows, keys: their numbers, `(batch,)`.
-    """
+    rows: Array  # their number, `(batch,)`
+    keys: Array
 
     def __init__(self, q: Array, k: Array, seen: Array, *, of_rows: bool):
         batch, length, keys = q.shape[:-4], q.shape[-4], k.shape[-3]
@@ -393,14 +392,12 @@ def _in_parts(
 
 
 class _Segments:
-    """The places at which the segments of each sequence begin.
+    """The places at which the segments of each sequence begin."""
 
-    Attributes:
-      ids: `(batch, length)`.
-      in_rows: whether queries and keys have the same ids, and equal ones are contiguous.
-      first: whether a token is the first of its segment.
-      most: the largest number of segments in a sequence.
-    """
+    ids: Array  # `(batch, length)`
+    in_rows: Array  # queries and keys have the same ids, and equal ones are contiguous
+    first: Array  # a token is the first of its segment
+    most: Array  # the largest number of segments in a sequence
 
     def __init__(self, spec: Spec, q: Array, extras: Sequence[Array]):
         d, sizes = numbers(q.ndim), dict(zip(numbers(q.ndim).q, q.shape))

@@ -63,6 +63,5 @@ def _on_gpu(capability: int, spec: Any, avals: Any) -> str:
 
 @functools.cache
 def _capability() -> int | None:
-    """Returns the compute capability of the GPU here."""
     found = map(compute_capability, jax.local_devices())
     return next((c for c in found if c is not None), None)

@@ -46,7 +46,6 @@ class Numbers:
 
 
 def numbers(q_ndim: int) -> Numbers:
-    """Returns the numbers of the dimensions for a q of `q_ndim`."""
     n = q_ndim - 4
     return Numbers(tuple(range(n)), n, n + 1, n + 2, n + 3, n + 4)
 
@@ -76,7 +75,6 @@ class Spec:
         return dict(self.extras)
 
     def named(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """Returns the operands after q, k and v by their names."""
         return dict(zip(self.dims, arrays, strict=True))
 
     def forward_dims(self, q_ndim: int, *_: int) -> Dims:

@@ -27,7 +27,6 @@ class Scalar:
     parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of the constants that follow x
 
     def __call__(self, x: Array) -> Array:
-        """The function in plain JAX."""
         return self.function(x)
 
     def code(self, alias: str = "activation") -> str:

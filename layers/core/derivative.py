@@ -214,7 +214,6 @@ def _gradients(spec: Tangent, cts: Any, kept: Sequence[Any], likes: Sequence[Any
 
 
 def _unstacked(aval: Any) -> Any:
-    """Returns the type of one of the arrays that are stacked."""
     sharding = NamedSharding(aval.sharding.mesh, jax.P(*aval.sharding.spec[1:]))
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 

@@ -60,80 +60,67 @@ class Split:
         return math.prod(self.shape[d] for d in dims)
 
     def spec(self, dims: Sequence[int]) -> P:
-        """Returns the PartitionSpec of an array with the operation's dimensions `dims`."""
         return P(*[(self.axes[d] or None) for d in dims])
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How the devices of a mesh share an operation.
+    """How the devices of a mesh share an operation."""
 
-    Attributes:
-      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for operands of `ndims`
-        dimensions, None for one that is not there. A result that is not there has None. An
-        operation's dimensions are numbered: first those of its first leading operand, then what a
-        second one adds. Parameters' are `Loose`.
-      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels, where the
-        first lead is not empty; None for an operation that is plain HLO everywhere, as a tangent.
-      leads: the leading operands, one or two; their shardings decide. The first has all rows.
-      undivided: `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is
-        gathered.
-      share: how devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
-        partitioning: `(spec, sizes of mesh axes, operands' and results' shapes, PartitionSpecs) ->
-        (these specs as they must be, one device's function)`.
-    """
-
+    # `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for operands of `ndims`
+    # dimensions, None for one that is not there. A result that is not there has None. Dimensions
+    # are numbered: first those of the first leading operand, then what a second one adds.
+    # Parameters' are `Loose`.
     dims: Callable[..., Dims]
+    # `(spec, split, *operands, order) -> list`: one device's share, on kernels, of a first lead
+    # that is not empty; None for an operation that is plain HLO everywhere, as a tangent.
     body: Body | None = None
+    # The leading operands, one or two; their shardings decide. The first has all rows.
     leads: Leads | Callable[[Any], Leads] = (0,)
+    # `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is gathered.
     undivided: Callable[..., Dimensions] | None = None
+    # How devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
+    # partitioning: `(spec, sizes of mesh axes, operands' and results' shapes, PartitionSpecs) ->
+    # (these specs as they must be, one device's function)`.
     share: Callable[..., tuple[list[P], Callable[..., Results]]] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "dims", functools.lru_cache(maxsize=1024)(self.dims))
 
     def leads_of(self, spec: Any) -> Leads:
-        """Returns the places of the leading operands."""
         return self.leads(spec) if callable(self.leads) else self.leads
 
     def dims_of(self, spec: Any, operands: Sequence[Any]) -> Dims:
-        """Returns the dimensions of these operands and of the results."""
         return self.dims(spec, *[None if a is None else a.ndim for a in operands])
 
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How vmap batches an operation: by one more dimension of rows, where its placement has rows.
+    """How vmap batches an operation: by one more dimension of rows, if its placement has rows."""
 
-    Attributes:
-      spec: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
-      rule: a rule in place of the general one, `(op, operands, batched, spec, order)`.
-      unfused: `(spec, *operands, order) -> list`, the values of the definition by operations that
-        batch well, where a parameter or its gradient has a batch dimension.
-    """
-
+    # `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
     spec: Callable[[Any, int], Any] = lambda spec, at: spec
+    # A rule in place of the general one, `(op, operands, batched, spec, order)`.
     rule: Callable[..., Any] | None = None
+    # `(spec, *operands, order) -> list`, the values of the definition by operations that batch
+    # well, for a parameter or a gradient of one that has a batch dimension.
     unfused: Body | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """An operation's derivative, where it is not its definition's by JAX.
+    """An operation's derivative, where it is not its definition's by JAX."""
 
-    Attributes:
-      jvp: `(primals, tangents, spec, order) -> (results, tangents)`.
-      transpose: `(cotangents, *operands, spec, order)`, where the operation is linear.
-      linear: the definition's own transpose serves, for an operation that is linear in what is
-        transposed, as a backward is in its cotangents.
-      formula: the differentiable results in plain JAX, where tangents are not of the definition.
-      tangent: `(spec, operands, tangents, order) -> tangents` of the results, if not of a formula.
-    """
-
+    # `(primals, tangents, spec, order) -> (results, tangents)`.
     jvp: Callable[..., Any] | None = None
+    # `(cotangents, *operands, spec, order)`, of an operation that is linear.
     transpose: Callable[..., Any] | None = None
+    # The definition's own transpose serves, for an operation that is linear in what is transposed,
+    # as a backward is in its cotangents.
     linear: bool = False
+    # The differentiable results in plain JAX, if tangents are not of the definition.
     formula: Body | None = None
+    # `(spec, operands, tangents, order) -> tangents` of the results, if not of a formula.
     tangent: Callable[..., Results] | None = None
 
 

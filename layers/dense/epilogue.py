@@ -66,7 +66,6 @@ def _inputs(spec: Epilogue, z: Array, up: Any, bias: Any, dtype: jnp.dtype) -> l
 
 
 def _value(spec: Epilogue, z: Array, *up: Array) -> Array:
-    """Returns y of `_inputs`."""
     return spec.function(z) * up[0] if up else spec.function(z)
 
 
@@ -75,7 +74,6 @@ def _rows(spec: Epilogue, ndim: int) -> list[int]:
 
 
 def define_forward(spec: Epilogue, z: Array, up: Any = None, bias: Any = None) -> list[Array]:
-    """Returns y."""
     dtype = compute_dtype(*(a.dtype for a in (z, up, bias) if a is not None), spec.out_dtype)
     return [_value(spec, *_inputs(spec, z, up, bias, dtype)).astype(spec.out_dtype)]
 
@@ -116,7 +114,6 @@ class Layout:
 
     @property
     def tiles(self) -> int:
-        """Blocks along the columns."""
         return -(-self.columns // (self.width * self.vector))
 
 
@@ -302,7 +299,6 @@ backward = Op(
 def gradients(
     spec: Epilogue, cts: Any, operands: Any, _: Any, wanted: Sequence[bool], *, order: Order
 ) -> list[Any]:
-    """Returns the gradients of z, up and bias, all from one pass."""
     asked = replace(spec, with_dbias=operands[2] is not None and wanted[2])
     return backward(asked, *cts, *operands, order=order)[:3]
 

@@ -300,7 +300,6 @@ class Fp8(Function):
         return self.product.out_sharding is not None
 
     def with_batch(self) -> "Fp8":
-        """Returns the same of rows with one more dimension, the first."""
         return replace(self, product=self.product.with_batch())
 
     # -------- codes
@@ -422,19 +421,16 @@ class Fp8(Function):
         return [y], (of_w, (xq.qt, xq.scale) if any(of_kernel) else None)
 
     def tangents(self, *tangents: Any) -> list[Any]:
-        """Returns those of x, the kernel and its main gradient."""
         dargs, dkernel, dmain = tangents
         return [dargs[0], *asked(dkernel, dmain)]
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
-        """Returns that of the product of the dequantized operands."""
         (w, x), (dx, *dkernels) = kept, tangents
         terms = [] if dx is None else [self.along_x(dx, w)]
         terms += [self.along_kernel(x, d) for d in dkernels if d is not None]
         return [functools.reduce(jnp.add, terms)]
 
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
-        """Returns those of x, the kernel and its main gradient."""
         ((dy,), (w, x)), (dx, *dkernels) = (cts, kept), likes
         of_kernel = any(d is not None for d in dkernels)
         g = self.gradient_codes(dy, q=dx is not None, qt=of_kernel)

@@ -52,7 +52,6 @@ class Mlp(Function):
 
     @property
     def op(self) -> str:
-        """The function the user called."""
         return self.fp8.op
 
     @property
@@ -61,7 +60,6 @@ class Mlp(Function):
         return self.hidden_sharding is not None
 
     def with_batch(self) -> "Mlp":
-        """Returns the same of rows with one more dimension, the first."""
         return replace(self, fp8=self.fp8.with_batch())
 
     def _split(self, flat: Sequence[Any]) -> tuple[Any, list[Any], Any, list[Any]]:
@@ -72,7 +70,6 @@ class Mlp(Function):
         return x, pairs[:-1], pairs[-1], rest[2 * count + 2 :] or [None] * count
 
     def forward(self, operands: Any, moved: tuple[bool, ...] | None) -> Any:
-        """Returns `(y,)` and `Kept`."""
         args, pairs, biases = operands
         if not moved:
             args = mark_input(self, operands)
@@ -94,7 +91,6 @@ class Mlp(Function):
         )
 
     def tangents(self, *tangents: Any) -> list[Any]:
-        """Returns those of x, each kernel and its main gradient, and the biases."""
         dargs, pairs, dbiases = tangents
         return [dargs[0], *[d for pair in pairs for d in asked(*pair)], *dbiases]
 
@@ -121,7 +117,6 @@ class Mlp(Function):
         return [functools.reduce(jnp.add, terms)]
 
     def gradients(self, cts: Any, kept: Kept, likes: Sequence[Any]) -> list[Any]:
-        """Returns those of x, each kernel and its main gradient, and the biases."""
         (dy,), fp8, (dx, of_firsts, of_down, of_biases) = cts, self.fp8, self._split(likes)
         there = lambda types: any(t is not None for t in types)
         before_down = there([dx, *of_biases, *sum(of_firsts, [])])

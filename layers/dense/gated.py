@@ -226,12 +226,10 @@ def mlp(
 
 
 def _names(kernels: dict[str, Array]) -> list[str]:
-    """Returns an MLP's kernel names, "down" last."""
     return [name for name in ("gate", "up", "down") if name in kernels]
 
 
 def check_activated(op: str, activation: Activation) -> None:
-    """Raises ValueError unless there is an activation."""
     if resolve(activation, op) is None:
         raise ValueError(
             f"{op}: activation must be a name or a function, got None; for a bilinear layer pass "

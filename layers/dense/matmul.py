@@ -76,7 +76,6 @@ class Product:
         )
 
     def with_batch(self) -> "Product":
-        """Returns the same of an x with one more dimension of rows, the first."""
         x, kernel, out = batched((self.x, self.kernel, self.out), (0, None))
         return dataclasses.replace(self, x=x, kernel=kernel, out=out)
 
@@ -102,7 +101,6 @@ class Activated:
         return gradients, value
 
     def with_batch(self) -> "Activated":
-        """Returns the same for args with one more dimension of rows, the first."""
         if self.sharding is None:
             return self
         return dataclasses.replace(self, sharding=jax.P(jax.P.UNCONSTRAINED, *self.sharding))
@@ -188,7 +186,6 @@ class _MatMul(Function):
     value: Activated | None
 
     def left(self, args: Sequence[Array]) -> Array:
-        """Returns the left operand."""
         return args[0] if self.value is None else self.value.forward(args)
 
     def forward(self, operands: Any, moved: tuple[bool, ...] | None) -> Any:
@@ -211,12 +208,10 @@ class _MatMul(Function):
         return jnp.einsum(labels, a, b, **options)
 
     def tangents(self, *tangents: Any) -> list[Any]:
-        """Returns those of args, the kernel and its main gradient."""
         dargs, dkernel, dmain = tangents
         return [*dargs, *asked(dkernel, dmain)]
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
-        """Returns that of the product."""
         (args, operand), (*dargs, dkernel, dmain), one = kept, tangents, self.product
         labels, terms = f"{one.x},{one.kernel}->{one.out}", []
         if operand is not None:
@@ -232,7 +227,6 @@ class _MatMul(Function):
         return [functools.reduce(jnp.add, terms)]
 
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
-        """Returns those of args, the kernel and its main gradient."""
         ((dy,), (args, operand)), (*of_args, dkernel, dmain) = (cts, kept), likes
         one = self.product
         of_kernel = dkernel is not None or dmain is not None
@@ -278,7 +272,6 @@ class _MatMul(Function):
         return (0, -1), [*of_args, -1, -1]
 
     def with_batch(self) -> "_MatMul":
-        """Returns the same of rows with one more dimension, the first."""
         value = self.value and self.value.with_batch()
         return dataclasses.replace(self, product=self.product.with_batch(), value=value)
 

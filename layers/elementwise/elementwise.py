@@ -321,7 +321,6 @@ def _partials(signature: Signature, derivative: Mapping[str, Any]) -> Iterator[t
 
 
 def _slope(signature: Signature, name: str, given: Any) -> Slope:
-    """Returns the derivative with respect to the parameter called `name`."""
     where = f"{signature.name}: derivative[{name!r}]"
     if not isinstance(given, str):
         raise TypeError(

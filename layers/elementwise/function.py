@@ -99,7 +99,6 @@ def _by_jax(plain: Plain, kind: str, base: int, moving: Numbers, *operands: Arra
 
 
 def called(name: str, template: Sequence[str], arguments: Sequence[str]) -> str:
-    """Returns C++ text of a call."""
     given = f"<{', '.join(template)}>" if template else ""
     return f"{name}{given}({', '.join(arguments)})"
 

@@ -63,16 +63,13 @@ class Loop:
 
     @property
     def op(self) -> str:
-        """The function's name."""
         return self.function.name
 
     def shape(self, operands: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the shape of the results of these operands."""
         sizes = {d: n for a, have in zip(operands, self.placed) for d, n in zip(have, a.shape)}
         return tuple(sizes[d] for d in range(len(sizes)))
 
     def types(self, operands: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of the results of these operands."""
         return [jax.ShapeDtypeStruct(self.shape(operands), jnp.dtype(name)) for name in self.out]
 
     def of(self, function: Function, placed: Sequence[Any], out: Sequence[str]) -> "Loop":
@@ -103,7 +100,6 @@ def by_jax(plain: Plain, loop: Loop, *operands: Array) -> Results:
 
 
 def define(loop: Loop, *operands: Array) -> Results:
-    """Returns the results of the user's definition."""
     if loop.function.definition is None:
         raise NotImplementedError(
             f"{loop.op}: C++ is compiled for CPUs and NVIDIA GPUs, not for this platform. Pass "

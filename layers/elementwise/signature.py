@@ -128,7 +128,6 @@ def resolve(type_: str, bound: Mapping[str, str]) -> str | None:
 
 
 def _template(declared: str) -> tuple[list[str], str]:
-    """Returns the texts of a template's parameters, and the declaration after them."""
     match = re.fullmatch(rf"template\s*<({_ANGLES}*)>\s*(.*)", declared)
     return (_split(match[1]), match[2]) if match else ([], declared)
 

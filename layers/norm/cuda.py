@@ -162,7 +162,6 @@ class Call:
 
     @functools.cached_property
     def seen(self) -> Rows:
-        """Returns what the search for a layout knows of the call."""
         small = {*STATISTICS, *PARAMETERS}
         arrays = self.operands | self.types
         sizes = {k: a.dtype.itemsize for k, a in arrays.items() if k not in small}
@@ -182,7 +181,6 @@ class Call:
         )
 
     def placed(self, results: dict[str, jax.Array]) -> list[Any]:
-        """Returns results in their places, None for those that there are not."""
         return [results.get(name) for name in RESULTS[self.kernel]]
 
     def over_slices(self, sums: jax.Array) -> jax.Array:

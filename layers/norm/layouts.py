@@ -47,12 +47,10 @@ class RowLayout:
 
     @property
     def threads(self) -> int:
-        """Threads in a block."""
         return self.row_threads * self.block_rows
 
     @property
     def tile(self) -> int:
-        """Columns of a block."""
         return self.row_threads * self.vector * self.chunks
 
     @property
@@ -121,33 +119,20 @@ class RowLayout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of a launch, as far as the search for a layout knows them.
+    """The rows of a launch, as far as the search for a layout knows them."""
 
-    Attributes:
-      features: elements of a row.
-      itemsize: bytes of the widest element that moves.
-      target, rows, compute: the device, how many rows, and the type of sums.
-      residual: whether a residual, or its gradient, is added.
-      whole: whether a row's blocks must form one cluster; otherwise each may work alone.
-      centred: whether rows have a mean, and so two sums at a time.
-      parameters: vectors of parameters that a thread has: gradients and scale in the backward.
-      gradients: those of them that are gradients.
-      bias: whether the forward has a bias.
-      read_bytes: bytes that the backward reads for an element of a row.
-    """
-
-    features: int
-    itemsize: int
+    features: int  # elements of a row
+    itemsize: int  # bytes of the widest element that moves
     target: Target
-    rows: int
-    compute: np.dtype = np.dtype("float32")
-    residual: bool = False
-    whole: bool = True
-    centred: bool = False
-    parameters: int = 0
-    gradients: int = 0
-    bias: bool = False
-    read_bytes: int = 4
+    rows: int  # their number
+    compute: np.dtype = np.dtype("float32")  # the type of sums
+    residual: bool = False  # a residual, or its gradient, is added
+    whole: bool = True  # a row's blocks must form one cluster; otherwise each may work alone
+    centred: bool = False  # rows have a mean, and so two sums at a time
+    parameters: int = 0  # vectors of them that a thread has: gradients and scale in the backward
+    gradients: int = 0  # those of them that are gradients
+    bias: bool = False  # the forward has a bias
+    read_bytes: int = 4  # that the backward reads for an element of a row
 
     @functools.cached_property
     def vector(self) -> int:
@@ -156,7 +141,6 @@ class Rows:
 
     @functools.cached_property
     def vectors(self) -> int:
-        """Vectors of a row."""
         return self.features // self.vector
 
     @property

@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,15 +47,8 @@ from ..core.op import (
     vary,
     varying_axes,
 )
+from . import kernels
 from .cuda import combined
-from .kernels import (
-    apply_kernel,
-    backward_apply_kernel,
-    backward_kernel,
-    forward_kernel,
-    row_dots_kernel,
-    row_statistics_kernel,
-)
 from .spec import (
     OPERANDS,
     PARAMETERS,
@@ -68,8 +61,8 @@ from .spec import (
     define_backward,
     define_forward,
     forward_results,
+    gradients_of_parameters,
     results_of,
-    rows_of,
     rstd_of,
 )
 
@@ -146,8 +139,8 @@ def rms_norm(
     >>> [round(value, 3) for value in y.tolist()], new_residual.tolist()
     ([0.849, 1.131], [6.0, 8.0])
     """
-    options = eps, axis, scale_offset, dtype, implementation, cast
-    results = _apply("rms_norm", x, scale, bias, *options, residual)
+    options = Options(eps, axis, scale_offset, dtype, implementation, cast)
+    results = _apply("rms_norm", x, residual, scale, bias, options)
     return results[0] if residual is None else tuple(results[:2])
 
 
@@ -178,8 +171,8 @@ def rms_norm_with_rstd(
     >>> [round(value, 3) for value in rstd.tolist()]
     [0.283, 0.141]
     """
-    options = eps, axis, scale_offset, dtype, implementation, cast
-    y, _, _, rstd = _apply("rms_norm_with_rstd", x, scale, bias, *options)
+    options = Options(eps, axis, scale_offset, dtype, implementation, cast)
+    y, _, _, rstd = _apply("rms_norm_with_rstd", x, None, scale, bias, options)
     return y, rstd
 
 
@@ -217,40 +210,38 @@ def layer_norm(
     >>> [round(value, 3) for value in y.ravel().tolist()]
     [-1.0, 1.0, 2.0, -2.0]
     """
-    options = eps, axis, scale_offset, dtype, implementation, "after"
-    results = _apply("layer_norm", x, scale, bias, *options, residual, centred=True)
+    options = Options(eps, axis, scale_offset, dtype, implementation, centred=True)
+    results = _apply("layer_norm", x, residual, scale, bias, options)
     return results[0] if residual is None else tuple(results[:2])
 
 
 # ---------------------------------------------------------------- checks and the call
 
 
-def _apply(
-    op: str,
-    x: Any,
-    scale: Any,
-    bias: Any,
-    eps: Any,
-    axis: Any,
-    scale_offset: Any,
-    dtype: Any,
-    implementation: Implementation,
-    cast: Any,
-    residual: Any = None,
-    *,
-    centred: bool = False,
-) -> list[Any]:
+class Options(NamedTuple):
+    """The options of a norm, as its caller gave them."""
+
+    eps: Any
+    axis: Any
+    scale_offset: Any
+    dtype: Any
+    implementation: Implementation
+    cast: Any = "after"
+    centred: bool = False
+
+
+def _apply(op: str, x: Any, residual: Any, scale: Any, bias: Any, options: Options) -> list[Any]:
     """Returns y, x + residual or None, mean and rstd; or raises one clear error."""
-    order, x = order_of(op, implementation), floating(op, "x", x)
-    axes = dimensions(op, x, axis)
+    order, x = order_of(op, options.implementation), floating(op, "x", x)
+    axes, cast, offset = dimensions(op, x, options.axis), options.cast, options.scale_offset
     given = {"scale": scale, "bias": bias}
     given = {name: floating(op, name, a) for name, a in given.items() if a is not None}
     residual = residual if residual is None else floating(op, "residual", residual)
-    out_dtype = floating_dtype(op, dtype, x.dtype)
-    eps, offset = finite(op, "eps", eps, least=0), finite(op, "scale_offset", scale_offset)
+    out_dtype = floating_dtype(op, options.dtype, x.dtype)
+    eps, offset = finite(op, "eps", options.eps, least=0), finite(op, "scale_offset", offset)
     if not isinstance(cast, str) or cast not in get_args(Cast):
         raise ValueError(f"{op}: cast must be 'after' or 'before', got {cast!r}")
-    heads, parameters = _aligned(op, x, axes, axis, given)
+    heads, parameters = _aligned(op, x, axes, options.axis, given)
     if heads and scale is None:  # kernels find the owner of a row by its scale
         parameters["scale"], offset = jnp.zeros_like(parameters["bias"]), 1.0
     if residual is not None and residual.shape != x.shape:
@@ -269,8 +260,8 @@ def _apply(
         out_dtype=out_dtype,
         compute="float64" if "float64" in dtypes else "float32",
         cast_before=cast == "before",
-        centred=centred,
-        with_mean=centred,
+        centred=options.centred,
+        with_mean=options.centred,
         with_rstd=True,
     )
     lead = vary(x, varying_axes(*operands))
@@ -379,7 +370,6 @@ def local(norm: Norm, **changes: Any) -> Norm:
 
 
 def seen_by(kernel: str, norm: Norm, operands: Sequence[Any]) -> list[Any]:
-    """Returns a kernel's operands as it sees them."""
     pairs = zip(OPERANDS[kernel], operands, strict=True)
     return [None if a is None else seen(norm, name, a) for name, a in pairs]
 
@@ -387,18 +377,16 @@ def seen_by(kernel: str, norm: Norm, operands: Sequence[Any]) -> list[Any]:
 def restored_of(
     kernel: str, norm: Norm, values: Sequence[Any], shape: tuple[int, ...]
 ) -> list[Any]:
-    """Returns a kernel's results for x of this shape."""
     pairs = zip(RESULTS[kernel], values, strict=True)
     return [None if a is None else restored(norm, name, a, shape) for name, a in pairs]
 
 
 def forward_body(norm: Norm, split: Split, *operands: Any, order: Order) -> list[Any]:
-    """Returns y, h, mean and rstd of x, residual, scale and bias."""
     here, shape = seen_by("forward", norm, operands), operands[0].shape
     if split.over(norm.axes):
         values = _forward_over_devices(norm, split, *here, order=order)
     else:
-        values = forward_kernel(local(norm), *here, order=order)
+        values = kernels.forward_kernel(local(norm), *here, order=order)
     return restored_of("forward", norm, values, shape)
 
 
@@ -408,7 +396,7 @@ def _forward_over_devices(
     """Each device has a part of every row: one exchange between two kernels."""
     h = x if residual is None else add(norm, x, residual)
     mean, rstd = statistics_over_devices(norm, split, h, order)
-    (y,) = apply_kernel(local(norm), h, scale, bias, mean, rstd, order=order)
+    (y,) = kernels.apply_kernel(local(norm), h, scale, bias, mean, rstd, order=order)
     return [y, *forward_results(norm, residual, h, mean, rstd)]
 
 
@@ -416,7 +404,7 @@ def statistics_over_devices(
     norm: Norm, split: Split, h: Array, order: Order
 ) -> tuple[Array | None, Array]:
     """Returns mean and rstd of rows of which each device has a part, as kernels see them."""
-    mean, squares = row_statistics_kernel(local(norm), h, order=order)
+    mean, squares = kernels.row_statistics_kernel(local(norm), h, order=order)
     if mean is None:
         squares = split.psum(squares, norm.axes)
     else:
@@ -432,7 +420,7 @@ def backward_body(norm: Norm, split: Split, *operands: Any, order: Order) -> lis
     if split.over(norm.axes):
         values = _backward_over_devices(norm, split, here, order)
     else:
-        values = backward_kernel(local(norm), *here, order=order)
+        values = kernels.backward_kernel(local(norm), *here, order=order)
     dx, *more = restored_of("backward", norm, values, x.shape)
     # dscale and dbias are summed over exactly the mesh axes that the rows use
     rows = _parts(norm, x.ndim)[-2]
@@ -444,10 +432,10 @@ def _backward_over_devices(
 ) -> list[Any]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
     here, (dy, x, scale, mean, *_) = local(norm, count=float(split.count(norm.axes))), operands
-    sums, dots = row_dots_kernel(here, dy, x, scale, mean, order=order)
+    sums, dots = kernels.row_dots_kernel(here, dy, x, scale, mean, order=order)
     own = [a for a in (sums, dots) if a is not None]
     *sums, dots = split.psum(jnp.stack(own), norm.axes)
-    return backward_apply_kernel(here, *operands, *(sums or [None]), dots, order=order)
+    return kernels.backward_apply_kernel(here, *operands, *(sums or [None]), dots, order=order)
 
 
 # ---------------------------------------------------------------- sharding
@@ -468,7 +456,6 @@ def dims_of(kernel: str, norm: Norm, *ndims: int | None) -> tuple[Sequence[Any],
 
 
 def batched(norm: Norm, at: int) -> Norm:
-    """The norm of an x with one more dimension, at `at`."""
     moved = lambda dims: tuple(d + (d >= at) for d in dims)
     return replace(norm, axes=moved(norm.axes), heads=moved(norm.heads))
 
@@ -492,24 +479,12 @@ def _forward_unfused(
     return [(y if bias is None else y + wide["BIAS"]).astype(norm.out_dtype), *others]
 
 
-def _backward_unfused(
-    norm: Norm,
-    dy: Array,
-    x: Array,
-    scale: Any,
-    mean: Any,
-    rstd: Array,
-    dh: Any = None,
-    *,
-    order: Order,
-) -> list[Any]:
+def _backward_unfused(norm: Norm, *operands: Any, order: Order) -> list[Any]:
     """dx on kernels, with dy scaled by each example's own scale; the sums in plain JAX."""
-    wide, rows = against("backward", norm, (dy, x, scale, mean, rstd, dh)), rows_of(norm, x)
+    wide, (_, x, _, *others) = against("backward", norm, operands), operands
     bare = _bare(norm, with_dscale=False, with_dbias=False)
-    dx, *_ = backward(bare, wide["DY"] * wide["W"], x, None, mean, rstd, dh, order=order)
-    normal = centred_of(wide) * wide["RSTD"]
-    dscale = jnp.sum(wide["DY"] * normal, rows) if norm.with_dscale else None
-    return [dx, dscale, jnp.sum(wide["DY"], rows) if norm.with_dbias else None]
+    dx, *_ = backward(bare, wide["DY"] * wide["W"], x, None, *others, order=order)
+    return [dx, *gradients_of_parameters(norm, wide, centred_of(wide) * wide["RSTD"])]
 
 
 # ---------------------------------------------------------------- derivative
@@ -527,11 +502,9 @@ class NormFunction(Function):
     with_h: bool
 
     def rows(self, kept: Any) -> Any:
-        """Parameters have none."""
         return (0, -1, 0, 0), [0, -1, -1]
 
     def with_batch(self) -> "NormFunction":
-        """Returns the same of rows with one more dimension, the first."""
         return replace(self, norm=batched(self.norm, 0))
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:

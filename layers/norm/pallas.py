@@ -79,7 +79,6 @@ def run(kernel: str, platform: str, norm: Norm, *operands: Array | None) -> list
     size = min(m, max(_ROWS, _ELEMENTS // (-(-n // _LANES) * _LANES) // _ROWS * _ROWS))
 
     def placed(name: str) -> tuple[tuple[int, int], pl.BlockSpec]:
-        """Returns the shape and the blocks of an array."""
         if name in PARAMETERS:  # in a backward the sums of all blocks
             return (1, n), pl.BlockSpec((1, n), lambda i: (0, 0))
         width = 1 if name in STATISTICS else n

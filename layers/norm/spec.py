@@ -15,36 +15,25 @@ from ...native.dtypes import promoted, rounded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
-    """All that is known of a normalisation, or of a derivative of it, when it is traced.
+    """All that is known of a normalisation, or of a derivative of it, when it is traced."""
 
-    Attributes:
-      op: the function the user called.
-      axes: the normalised dimensions of x; kernels see arrays as (rows, n).
-      heads: the dimensions of x before `axes` that scale and bias have too. Kernels see arrays as
-        (examples, tokens, n): one scale for all tokens of an example.
-      eps, scale_offset: as in the formula.
-      out_dtype: of y.
-      compute: the dtype of the arithmetic: float64 where an operand or a result is, else float32.
-      cast_before: whether x̂ is rounded to the dtype of what is normalised before it is multiplied.
-      centred: whether the mean is subtracted first, and rows have two statistics: mean and rstd.
-      with_mean, with_rstd, with_dscale, with_dbias: whether these are results.
-      count: features of a whole row, where devices have parts of it.
-    """
-
-    op: str = "rms_norm"
-    axes: tuple[int, ...] = (1,)
+    op: str = "rms_norm"  # the function the user called
+    axes: tuple[int, ...] = (1,)  # the normalised dimensions of x; kernels see arrays as (rows, n)
+    # The dimensions of x before `axes` that scale and bias have too. Kernels see arrays as
+    # (examples, tokens, n): one scale for all tokens of an example.
     heads: tuple[int, ...] = ()
     eps: float = 0.0
     scale_offset: float = 0.0
-    out_dtype: str = ""
-    compute: str = "float32"
-    cast_before: bool = False
-    centred: bool = False
+    out_dtype: str = ""  # y's
+    compute: str = "float32"  # the arithmetic's: float64 if an operand or a result is, else float32
+    cast_before: bool = False  # x̂ is rounded to its input's dtype before it is multiplied
+    centred: bool = False  # the mean is subtracted first; rows have two statistics, mean and rstd
+    # Results that are asked for:
     with_mean: bool = False
     with_rstd: bool = False
     with_dscale: bool = False
     with_dbias: bool = False
-    count: float = 0.0
+    count: float = 0.0  # features of a whole row, if devices have parts of it
 
 
 # The operands and the results of each kernel, in order, as sources call them. A call may lack
@@ -73,7 +62,6 @@ PARAMETERS = ("SCALE", "BIAS", "DSCALE", "DBIAS")
 
 
 def operands_of(kernel: str, operands: Sequence[Any]) -> dict[str, Any]:
-    """Returns the operands that there are, by name."""
     pairs = zip(OPERANDS[kernel], operands)  # a call may leave out the last ones
     return {name: a for name, a in pairs if a is not None}
 
@@ -93,7 +81,6 @@ def results_of(kernel: str, norm: Norm, names: Container[str]) -> tuple[str, ...
 
 
 def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
-    """Returns the dimensions of x that parameters do not have."""
     return tuple([i for i in range(x.ndim) if i not in (*norm.heads, *norm.axes)])
 
 
@@ -155,7 +142,6 @@ def define_forward(
     scale: Array | None = None,
     bias: Array | None = None,
 ) -> list[Any]:
-    """Returns y, h = x + residual, mean and rstd."""
     wide = against("forward", norm, (x, residual, scale, bias))
     h = x if residual is None else add(norm, x, residual)
     centred, mean, squares = statistics_of(norm, h.astype(norm.compute))
@@ -171,60 +157,44 @@ def forward_results(norm: Norm, residual: Any, h: Any, mean: Any, rstd: Any) -> 
 
 
 def define_row_statistics(norm: Norm, x: Array) -> list[Any]:
-    """Returns the mean and the sum of squared differences of each row."""
     return [*statistics_of(norm, x.astype(norm.compute))[1:]]
 
 
-def define_apply(
-    norm: Norm, x: Array, scale: Array | None, bias: Array | None, mean: Array | None, rstd: Array
-) -> list[Array]:
+def define_apply(norm: Norm, *operands: Any) -> list[Array]:
     """Returns y of rows whose statistics are known."""
-    wide = against("apply", norm, (x, scale, bias, mean, rstd))
+    wide, (x, *_) = against("apply", norm, operands), operands
     return [scaled(norm, wide, centred_of(wide) * wide["RSTD"], x.dtype)]
 
 
-def define_row_dots(
-    norm: Norm, dy: Array, x: Array, scale: Array | None, mean: Array | None
-) -> list[Any]:
+def define_row_dots(norm: Norm, *operands: Any) -> list[Any]:
     """Returns Σ g, of a centred norm, and Σ g · (x − mean) of each row."""
-    wide = against("row_dots", norm, (dy, x, scale, mean))
+    wide = against("row_dots", norm, operands)
     g = wide["DY"] * wide["W"]
     sums = jnp.sum(g, norm.axes) if norm.centred else None
     return [sums, jnp.sum(g * centred_of(wide), norm.axes)]
 
 
-def define_backward_apply(
-    norm: Norm,
-    dy: Array,
-    x: Array,
-    scale: Array | None,
-    mean: Array | None,
-    rstd: Array,
-    dh: Array | None,
-    sums: Array | None,
-    dots: Array,
-) -> list[Any]:
-    """Returns dx, dscale and dbias; `sums` and `dots` are `define_row_dots`' of the whole row."""
-    wide = against("backward_apply", norm, (dy, x, scale, mean, rstd, dh, sums, dots))
-    wide_rstd, count = wide["RSTD"], jnp.asarray(norm.count, norm.compute)
-    normal, g = centred_of(wide) * wide_rstd, wide["DY"] * wide["W"]
+def define_backward_apply(norm: Norm, *operands: Any) -> list[Any]:
+    """Returns dx, dscale and dbias; SUMS and DOTS are `define_row_dots`' of the whole row."""
+    wide, (_, x, *_) = against("backward_apply", norm, operands), operands
+    rstd, count = wide["RSTD"], jnp.asarray(norm.count, norm.compute)
+    normal, g = centred_of(wide) * rstd, wide["DY"] * wide["W"]
     g = g - wide["SUMS"] / count if norm.centred else g
     # x̂ · rstd · mean in an order that rstd³ cannot overflow or vanish in
-    dx = wide_rstd * (g - normal * (wide_rstd * (wide["DOTS"] / count)))
-    dx = (dx if dh is None else dx + wide["DH"]).astype(x.dtype)
-    rows = rows_of(norm, x)
+    dx = rstd * (g - normal * (rstd * (wide["DOTS"] / count)))
+    dx = (dx + wide["DH"] if "DH" in wide else dx).astype(x.dtype)
+    return [dx, *gradients_of_parameters(norm, wide, normal)]
+
+
+def gradients_of_parameters(norm: Norm, wide: dict[str, Array], normal: Array) -> list[Any]:
+    """Returns dscale and dbias, as far as they are asked for."""
+    rows = rows_of(norm, normal)
     dscale = jnp.sum(wide["DY"] * normal, rows) if norm.with_dscale else None
-    return [dx, dscale, jnp.sum(wide["DY"], rows) if norm.with_dbias else None]
+    return [dscale, jnp.sum(wide["DY"], rows) if norm.with_dbias else None]
 
 
 def define_backward(
-    norm: Norm,
-    dy: Array,
-    x: Array,
-    scale: Array | None,
-    mean: Array | None,
-    rstd: Array,
-    dh: Array | None = None,
+    norm: Norm, dy: Array, x: Array, scale: Any, mean: Any, rstd: Array, dh: Any = None
 ) -> list[Any]:
     """Returns dx, dscale and dbias; `dh` is added to dx."""
     sums = define_row_dots(norm, dy, x, scale, mean)

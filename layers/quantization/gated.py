@@ -109,7 +109,6 @@ def define_gradients(spec: Gated, dh: jax.Array, a: jax.Array, *up: jax.Array) -
 
 
 def _meant(codes: Sequence[jax.Array], scales: Iterable[jax.Array]) -> list[jax.Array]:
-    """Returns the float32 numbers that bytes mean."""
     return [decoded(q).astype(jnp.float32) * scale for q, scale in zip(codes, scales, strict=True)]
 
 
@@ -168,7 +167,6 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
 
 
 def cuda_amax(target: Target, spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
-    """`(a[, up]) -> maxima` on a GPU."""
     source, count = with_activation("quantize_gated_amax.cu", spec.function), 2 * len(arrays)
     of, macros = (source, "quantize_gated_amax"), _macros(arrays[0], len(arrays) > 1)
     maxima = launch_amax(target, *of, arrays, macros, count=(count,), unroll=2)

@@ -67,7 +67,6 @@ class NormCodes:
 
     @property
     def op(self) -> str:
-        """The function the user called."""
         return self.norm.op
 
 
@@ -104,7 +103,6 @@ def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Any) -
 
 
 def _placed(values: Sequence[Any], there: Sequence[bool]) -> list[Any]:
-    """Returns values in their places, None in those that are empty."""
     left = iter(values)
     return [next(left) if each else None for each in there]
 

@@ -37,8 +37,6 @@ _FLOAT32_NAN = 0x7FC00000
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """An FP8 format."""
-
     dtype: str  # its name in JAX
     # mantissa_bits, exponent_bias: of a code.
     mantissa_bits: int
@@ -68,7 +66,6 @@ class Codes:
 
     @property
     def results(self) -> tuple[bool, bool, bool]:
-        """Tells which of q, qt and their scale there are."""
         return self.has_q, self.has_qt, True
 
 
@@ -160,7 +157,6 @@ class CastLayout:
     group: int = 8  # rows of tiles that are taken together
 
     def blocks(self, rows: int, columns: int) -> int:
-        """The number of tiles of a matrix."""
         return -(-rows // (_ROWS * self.height)) * -(-columns // (COLUMNS * self.width))
 
     @property
@@ -345,7 +341,6 @@ def _array_types(spec: Codes, x: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def as_bytes(codes: Array) -> Array:
-    """Returns FP8 codes as uint8."""
     return jax.lax.bitcast_convert_type(codes, jnp.uint8)
 
 
