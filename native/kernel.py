@@ -92,13 +92,7 @@ class Kernel:
         ]
 
     def _lower(
-        self,
-        platform: str | None,
-        ctx: Any,
-        *values: Any,
-        spec: Any,
-        order: Order,
-        tree: Any,
+        self, platform: str | None, ctx: Any, *values: Any, spec: Any, order: Order, tree: Any
     ) -> Any:
         plain = bound(self.definition, spec, tree=tree)
         measured = platform == "cuda" and not order.names and _has_static_shapes(ctx)

@@ -138,11 +138,7 @@ def column_sum(launch: Callable[..., Any], target: "Target", partial: jax.Array)
         [partial],
         [jax.ShapeDtypeStruct((columns,), partial.dtype)],
         target=target,
-        macros={
-            "COMPUTE_TYPE": CUDA_TYPES[partial.dtype.name],
-            "VECTOR": vector,
-            "WARPS": warps,
-        },
+        macros={"COMPUTE_TYPE": CUDA_TYPES[partial.dtype.name], "VECTOR": vector, "WARPS": warps},
         grid=-(-columns // (32 * vector)),
         block=32 * warps,
         ints=(count, columns),

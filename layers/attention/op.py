@@ -50,13 +50,7 @@ class _Share(Kernel):
         super().__init__(name, definition, {})
 
     def _lower(
-        self,
-        platform: str | None,
-        ctx: Any,
-        *values: Any,
-        spec: Spec,
-        order: Order,
-        tree: Any,
+        self, platform: str | None, ctx: Any, *values: Any, spec: Spec, order: Order, tree: Any
     ) -> Any:
         del tree  # all are there
         if order.names != BLOCKS.names:
@@ -180,8 +174,7 @@ attention = _op(
         lambda spec, split, *operands, order: _forward(spec, *operands, order=order),
     ),
     derivative=Derivative(
-        jvp=_forward_jvp,
-        formula=lambda spec, *operands: [blocks.square(spec, *operands)[0]],
+        jvp=_forward_jvp, formula=lambda spec, *operands: [blocks.square(spec, *operands)[0]]
     ),
     without_last=lambda s: replace(s, statistics=s.statistics - 1) if s.statistics else None,
 )

@@ -187,52 +187,69 @@ def _share_product(
     Codes are gathered where an operand is split otherwise than the result, which decides. Where
     they are there in two orders, all products gather one of them, once, and transpose it.
     """
-    texts, of = (spec.a, spec.b, "", "", *[text for _, text in spec.others], spec.out), []
+    texts = spec.a, spec.b, "", "", *[text for _, text in spec.others], spec.out
     length = dict(zip(spec.a, shapes[0])) | dict(zip(spec.b, shapes[1]))
-    for text, one in zip(texts, specs):
-        of.append(dict.fromkeys(length, ()) | dict(zip(text, map(axes_of, whole(one, len(text))))))
-    axes: dict[str, tuple[str, ...]] = dict.fromkeys(length, ())
-
-    def take(letter: str, wanted: Sequence[str]) -> None:
-        taken = {name for names in axes.values() for name in names}
-        free = tuple(name for name in wanted if name not in taken)
-        if not axes[letter] and length[letter] % math.prod(sizes[name] for name in free) == 0:
-            axes[letter] = free
-
-    summed = [letter for letter in length if letter not in spec.out]
-    for letter in summed:
-        take(letter, [name for name in of[0][letter] if name in of[1][letter]])
-    for places in (of[-1], of[0], of[1]):
-        for letter in spec.out:
-            take(letter, places[letter])
-    for letter in summed:
-        take(letter, of[0][letter] or of[1][letter])
-    over = [name for letter in summed for name in axes[letter]]
-    found = [jax.P(*[axes[letter] or None for letter in text]) for text in texts]
-    parts = lambda letter, names: (
-        () if length[letter] % math.prod(map(sizes.__getitem__, names)) else names
-    )
-    gathers = lambda i: any(set(of[i][c]) - set(axes[c]) for c in texts[i])
+    none = dict.fromkeys(length, ())
+    stored = [
+        none | dict(zip(text, map(axes_of, whole(one, len(text)))))
+        for text, one in zip(texts, specs)
+    ]
+    divides = lambda c, names: length[c] % math.prod(sizes[name] for name in names) == 0
+    axes = _axes_of_letters(spec.out, stored[0], stored[1], stored[-1], divides)
+    spec_of = lambda text, axes: jax.P(*[axes[c] or None for c in text])
+    places = [spec_of(text, axes) for text in texts]
+    gathers = lambda i: any(set(stored[i][c]) - set(axes[c]) for c in texts[i])
     arriving = [i for i, _ in spec.others if gathers(i)]
     for i in arriving:  # nobody reads these: they stay where they are
-        found[i] = jax.P(*[parts(letter, of[i][letter]) or None for letter in texts[i]])
-    # One sum and a slice of it is a reduce-scatter to XLA, but not if only some of its axes split
-    # the result (a kernel's gradient over "data" and "fsdp").
-    scatter = []
-    out = of[-1]
-    if set(over) - {name for letter in spec.out for name in out[letter]}:
-        for dim, letter in enumerate(spec.out):
-            name = out[letter][-1] if out[letter] else None
-            wanted = math.prod(sizes[one] for one in out[letter])
-            if name in over and out[letter][:-1] == axes[letter] and not length[letter] % wanted:
-                scatter.append((name, dim))
-                over.remove(name)
-                axes[letter] = out[letter]
-    found[-1] = jax.P(*[axes[letter] or None for letter in spec.out])
+        there = {c: names if divides(c, names) else () for c, names in stored[i].items()}
+        places[i] = spec_of(texts[i], there)
+    over = [name for c in length if c not in spec.out for name in axes[c]]
+    scatter = _scattered(spec.out, axes, stored[-1], over, divides)
+    over = [name for name in over if name not in dict(scatter)]
+    axes |= {spec.out[dim]: stored[-1][spec.out[dim]] for _, dim in scatter}
+    places[-1] = spec_of(spec.out, axes)
     # The product decides the layout of gathered arrays, through a barrier for each product anew.
     apart = not (gathers(0) or gathers(1))
     options = {"over": tuple(over), "scatter": tuple(scatter), "arriving": arriving, "apart": apart}
-    return found, functools.partial(define_product, spec, **options)
+    return places, functools.partial(define_product, spec, **options)
+
+
+_Axes = dict[str, tuple[str, ...]]  # the mesh axes that split each letter
+
+
+def _axes_of_letters(
+    out: str, a: _Axes, b: _Axes, result: _Axes, divides: Callable[..., bool]
+) -> _Axes:
+    """The axes that devices compute a product along, each for the first letter that wants it.
+
+    First both operands' for what is summed, then for the result's letters its own and those of the
+    operands, last for what is summed either operand's.
+    """
+    axes: _Axes = dict.fromkeys(a, ())
+    summed = [c for c in a if c not in out]
+    both = [(c, [name for name in a[c] if name in b[c]]) for c in summed]
+    kept = [(c, stored[c]) for stored in (result, a, b) for c in out]
+    for c, wanted in [*both, *kept, *[(c, a[c] or b[c]) for c in summed]]:
+        taken = {name for names in axes.values() for name in names}
+        free = tuple(name for name in wanted if name not in taken)
+        if not axes[c] and divides(c, free):
+            axes[c] = free
+    return axes
+
+
+def _scattered(
+    out: str, axes: _Axes, result: _Axes, over: Sequence[str], divides: Callable[..., bool]
+) -> list[tuple[str, int]]:
+    """The axes of a sum that are left to split a dimension of the result.
+
+    One sum and a slice of it is a reduce-scatter to XLA, but not if only some of its axes split
+    the result (a kernel's gradient over "data" and "fsdp").
+    """
+    if not set(over) - {name for c in out for name in result[c]}:
+        return []
+    last = [(dim, c, result[c][-1]) for dim, c in enumerate(out) if result[c]]
+    fits = lambda c: result[c][:-1] == axes[c] and divides(c, result[c])
+    return [(name, dim) for dim, c, name in last if name in over and fits(c)]
 
 
 def _product_types(spec: Contraction, a: Any, b: Any, *_: Any) -> Any:

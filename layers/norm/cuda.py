@@ -26,15 +26,7 @@ from .layouts import (
     power_of_two,
     round_up,
 )
-from .spec import (
-    OPERANDS,
-    PARAMETERS,
-    RESULTS,
-    STATISTICS,
-    Norm,
-    forward_results,
-    results_of,
-)
+from .spec import OPERANDS, PARAMETERS, RESULTS, STATISTICS, Norm, forward_results, results_of
 
 _MAX_GRID = 2**31 - 1
 _MAX_PARTIAL_BYTES = 64 << 20
