@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import pkgutil
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,40 +10,28 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-try:
-    from jax._src.dispatch import prim_requires_devices_during_lowering as needs_devices
-except ImportError:  # custom_partitioning in a lowering rule then fails with JAX's own assertion
-    needs_devices = set()
 
-try:
-    from jax._src.interpreters.partial_eval import dce_rules
-except ImportError:  # an unused rstd is then computed and thrown away
-    dce_rules = {}
+def _private(name: str, absent: Any = None) -> Any:
+    try:
+        return pkgutil.resolve_name(f"jax._src.{name}")
+    except (ImportError, AttributeError):
+        return absent
 
-try:
-    from jax._src.custom_partitioning import _sharding_callbacks as sharding_callbacks
-except ImportError:  # JAX's persistent compilation cache then misses in every new process
-    sharding_callbacks = None
 
-try:
-    from jax._src.distributed import global_state as _distributed
-except ImportError:  # a process then learns of another's end from JAX alone, after minutes
-    _distributed = None
-
-try:
-    from jax._src.cudnn import fused_attention_stablehlo as _cudnn
-except ImportError:  # JAX then asks the installed cuDNN, where there may be none
-    _cudnn = None
-
-try:
-    from jax._src import source_info_util as _source_info
-except ImportError:  # equations evaluated again then have our lines, and no named scopes
-    _source_info = None
-
-try:
-    from jax._src.core import trace_ctx as _trace_ctx
-except ImportError:  # what a function under `fuse` writes into its closure is then a dead tracer
-    _trace_ctx = None
+# Without it custom_partitioning in a lowering rule fails with JAX's own assertion.
+needs_devices = _private("dispatch:prim_requires_devices_during_lowering", set())
+# Without it an unused rstd is computed and thrown away.
+dce_rules = _private("interpreters.partial_eval:dce_rules", {})
+# Without it JAX's persistent compilation cache misses in every new process.
+sharding_callbacks = _private("custom_partitioning:_sharding_callbacks")
+# Without it a process learns of another's end from JAX alone, after minutes.
+_distributed = _private("distributed:global_state")
+# Without it JAX asks the installed cuDNN, where there may be none.
+_cudnn = _private("cudnn.fused_attention_stablehlo")
+# Without it equations evaluated again have our lines, and no named scopes.
+_source_info = _private("source_info_util")
+# Without it what a function under `fuse` writes into its closure is a dead tracer.
+_trace_ctx = _private("core:trace_ctx")
 
 
 def present_trace() -> Callable[[], Any]:
