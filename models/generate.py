@@ -121,7 +121,6 @@ def _counts(number: Any) -> bool:
 
 
 def _rows(prompt: Any) -> list[np.ndarray]:
-    """Returns the tokens of each row."""
     given = prompt if isinstance(prompt, list | tuple) else np.atleast_1d(prompt)
     rows = [np.asarray(row) for row in given]
     bad = lambda row: row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer)

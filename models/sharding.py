@@ -138,7 +138,6 @@ def axes_of_words(sharding: Sharding, rows: int, words: int) -> tuple[str, ...]:
 
 
 def _auto_axes() -> dict[str, int]:
-    """Returns the sizes of the Auto axes of the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto}

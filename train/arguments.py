@@ -29,7 +29,6 @@ def one_line(message: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns the `repr` of a value, shortened."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:80]}…"
 

@@ -27,13 +27,7 @@ class Windows(grain.sources.RandomAccessDataSource):
 
 
 def batches(
-    tokens: np.ndarray,
-    *,
-    seq_len: int,
-    batch_size: int,
-    seed: int,
-    first: int,
-    steps: int,
+    tokens: np.ndarray, *, seq_len: int, batch_size: int, seed: int, first: int, steps: int
 ) -> Iterator[np.ndarray]:
     """Yields the batches of steps `first` (from 0) to `steps - 1`, read ahead in threads.
 

@@ -22,11 +22,9 @@ class Display:
         self._every = max(1, steps // 20)
 
     def note(self, text: str) -> None:
-        """Prints a line."""
         self._print(text + "\n")
 
     def fact(self, label: str, value: str) -> None:
-        """Prints a labelled fact about the run."""
         self.note(f"{label:<12}{value}")
 
     def step(self, step: int, figures: list[str]) -> None:

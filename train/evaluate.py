@@ -18,8 +18,6 @@ from .metrics import NATS_PER_BIT
 
 
 class Validation(NamedTuple):
-    """A validation's result."""
-
     loss: float  # mean, in nats per token
     bits_per_byte: float  # the same by the text's mean: compares models with different tokens
 

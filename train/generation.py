@@ -26,11 +26,7 @@ _TOKENS = 240  # tokens that `generate` adds by default
 
 @explained("Give fewer --samples or --tokens, or a smaller model.")
 def continue_prompts(
-    run: Path,
-    prompt: Sequence[str],
-    tokens: int | None,
-    samples: int,
-    **options: Any,
+    run: Path, prompt: Sequence[str], tokens: int | None, samples: int, **options: Any
 ) -> list[str]:
     """Continues prompts with the newest checkpoint or the Hugging Face model in the folder `run`.
 

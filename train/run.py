@@ -161,7 +161,6 @@ class Run:
             self.display.note(f"continue with: {command}")
 
     def introduce(self) -> None:
-        """Prints the run's model, text and devices."""
         config, text, mesh, fact = self.config, self.text, self.mesh, self.display.fact
         parameters = short(num_parameters(config.transformer()))
         version = importlib.metadata.version("normfuse")

@@ -33,8 +33,6 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """The figures of a step."""
-
     loss: Array  # mean cross-entropy in nats per token, float32
     grad_norm: Array  # global norm of the gradient before clipping, float32
     learning_rate: Array  # this update's learning rate, float32
@@ -90,11 +88,7 @@ class Program:
 
     def _step(self, state: State, tokens: Array) -> tuple[State, Metrics]:
         loss, gradient = loss_and_gradient(
-            self.model,
-            state.params,
-            tokens,
-            microbatches=self.microbatches,
-            mesh=self.mesh,
+            self.model, state.params, tokens, microbatches=self.microbatches, mesh=self.mesh
         )
         places = self.model.shardings(gradient, self.mesh)
         # Before its norm and the update read it: XLA scatters a sum only if one slice reads it.
@@ -115,7 +109,6 @@ class Program:
 
 
 def make_program(config: TrainConfig, transformer: TransformerConfig, mesh: Mesh) -> Program:
-    """Returns the program of a run that trains such a transformer."""
     sharding = make_sharding(config.mesh, mesh, config.batch_size // config.microbatches)
     return Program(
         build(config.framework, transformer, sharding),
@@ -160,12 +153,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
 
 
 def loss_and_gradient(
-    model: Functional,
-    params: Params,
-    tokens: Array,
-    *,
-    microbatches: int,
-    mesh: Mesh,
+    model: Functional, params: Params, tokens: Array, *, microbatches: int, mesh: Mesh
 ) -> tuple[Array, Params]:
     """Returns a batch's mean loss and its gradient, computed in `microbatches` parts.
 
