@@ -243,7 +243,7 @@ def _integers(argument: str, array: Any, shape: tuple[int, ...], said: str) -> A
 
 
 def _order(implementation: Implementation) -> Order:
-    if implementation is None:  # of NORMFUSE_IMPLEMENTATION's names only "xla" is ours too
+    if implementation is None:  # only "xla" of NORMFUSE_IMPLEMENTATION's names is ours
         return BLOCKS if requested(None)[:1] == ["xla"] else BEST
     names = requested(implementation, argument=f"{_OP}: implementation", known=("cudnn", "xla"))
     by_cudnn = CUDNN_OR_BLOCKS if "xla" in names else CUDNN

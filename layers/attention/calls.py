@@ -20,7 +20,7 @@ from .spec import Dimensions, Spec, numbers, spread
 
 # JAX replaces hidden scores by this number: cuDNN subtracts larger ones wrongly.
 _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-Lengths = tuple[Array, Array]  # of queries and of keys, `(batch,)`
+Lengths = tuple[Array, Array]  # the queries' and the keys', `(batch,)`
 
 
 class Call:

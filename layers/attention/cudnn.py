@@ -229,11 +229,11 @@ def _chosen(
     each sequence its first keys, or rows and keys, or if equal segment ids are contiguous.
     """
     q, k = operands[:2]
-    # Of constants XLA would compute all that follows while it compiles: 100 s for 2048 x 2048.
+    # XLA would compute all that follows from constants as it compiles: 100 s for 2048 x 2048.
     if "mask" in extras:
         extras["mask"] = lax.optimization_barrier(extras["mask"])
     if "dropout" in extras:
-        # What the forward's kernels read would be kept for the backward's, which make it again of
+        # All that the forward's kernels read would be kept for the backward's, which make it again of
         # a mask that depends on out's gradient: XLA drops barriers before it orders a program.
         last = operands[-1]
         one = lax.slice(last, [0] * last.ndim, [1] * last.ndim).reshape(())

@@ -253,7 +253,7 @@ class Op:
             [d for d in outputs if d is not None],
         )
         body = functools.partial(at.body, order=order)
-        # Of two leads the last dimension is summed: results without it are not empty.
+        # The last dimension of two leads is summed: results without it are not empty.
         first, summed = avals[leads[0]], len(leads) > 1
         is_empty = 0 in first.shape[: first.ndim - summed]
         on = lambda split: plain if is_empty else bound(body, spec, split, tree=tree)

@@ -16,7 +16,7 @@ _HEAD = re.compile(
     rf"(?P<result>.+?)\b(?P<name>[A-Za-z_]\w*)\s*(?P<parameters>{_PARENTHESES})"
     r"(?:\s*noexcept(?:\s*\([^()]*\))?)?(?:\s*->\s*(?P<trailing>.+))?"
 )
-# What has braces and is no function, and functions that no name calls.
+# Declarations with braces that are no function, and functions that no name calls.
 _OTHER = re.compile(
     r'=|\b(?:struct|class|union|enum|namespace|operator)\b|::\s*~?\w+\s*\(|^(?:"")?$'
 )

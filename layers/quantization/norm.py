@@ -63,7 +63,7 @@ class NormCodes:
 
     # The norm, which has its statistics as results; y has no dtype, as it is encoded from float32.
     norm: Norm
-    codes: Codes = Codes()  # what is made of y
+    codes: Codes = Codes()  # y's
 
     @property
     def op(self) -> str:
@@ -364,7 +364,7 @@ class Normalised(NamedTuple):
     qt: Any
     scale: Array
     h: Array  # the norm's input: x, or x + residual
-    mean: Any  # of each row, float32, as rstd; None where the norm is not centred
+    mean: Any  # each row's, float32, as rstd; None where the norm is not centred
     rstd: Array
 
 
