@@ -233,8 +233,8 @@ def _chosen(
     if "mask" in extras:
         extras["mask"] = lax.optimization_barrier(extras["mask"])
     if "dropout" in extras:
-        # All that the forward's kernels read would be kept for the backward's, which make it again of
-        # a mask that depends on out's gradient: XLA drops barriers before it orders a program.
+        # All that the forward's kernels read would be kept for the backward's, which make it again
+        # of a mask that depends on out's gradient: XLA drops barriers before it orders a program.
         last = operands[-1]
         one = lax.slice(last, [0] * last.ndim, [1] * last.ndim).reshape(())
         never = one.astype(jnp.float32) > jnp.inf

@@ -144,12 +144,7 @@ def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Lay
 
 _OPERANDS = {"forward": ("Z", "UP", "BIAS"), "backward": ("DY", "Z", "UP", "BIAS")}
 _RESULTS = {"forward": ("Y",), "backward": ("DZ", "DUP", "PARTIAL", "VALUE")}
-_PLACES = {
-    "Y": "Z",
-    "DZ": "Z",
-    "DUP": "UP",
-    "VALUE": "DY",
-}  # the operand that each result is as large as
+_PLACES = {"Y": "Z", "DZ": "Z", "DUP": "UP", "VALUE": "DY"}  # operands as large as each result
 
 
 def _on_cuda(kernel: str, target: Target, spec: Epilogue, *arrays: Any) -> list[Any]:
