@@ -306,12 +306,16 @@ def _logits(program: Program) -> Iterator[int]:
     sums = [e.ins[0] for e in program.equations if e.name == "reduce_sum"]
     summed = {program.root(v, lambda made: made.name in SAME_ELEMENTS) for v in sums}
     made = [program.maker[v] for v in summed if v in program.maker]
-    exps = [equation.ins[0] for equation in made if equation.name == "exp"]
+    exps: dict[int, list[int]] = {}  # what exponentials are of, by its size
+    for equation in made:
+        if equation.name == "exp":
+            exps.setdefault(program.avals[v := equation.ins[0]].size, []).append(v)
     products = [e for e in program.equations if e.name == "dot_general" and len(e.outs) == 1]
     for out in [e.outs[0] for e in products if min(program.avals[v].ndim for v in e.ins) == 2]:
         aval = program.avals[out]
-        wide = [v for v in exps if program.avals[v].size == aval.size]
-        if aval.shape[-1] >= losses.SMALLEST and any(program.depends(v, [out]) for v in wide):
+        if aval.shape[-1] < losses.SMALLEST:
+            continue
+        if any(program.depends(v, [out]) for v in exps.get(aval.size, ())):
             yield out
 
 

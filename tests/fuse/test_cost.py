@@ -106,7 +106,7 @@ def planned(function, *args):
 
     sys.setprofile(count)
     try:
-        program = fusing.Program(closed, origins=fusing.origins_of(args, {}))
+        program = fusing.Program(closed, origins=origins_of(args, {}))
         fusing.plan(program, None, ())
     finally:
         sys.setprofile(None)
