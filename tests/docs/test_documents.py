@@ -207,6 +207,7 @@ def test_a_ratio_is_theirs_over_ours_and_defaults_alone_make_the_range(charts):
         "gib": str(gib),
         "device": "H100",
         "busy_ms": "40",
+        "profiled_ms": "50",
         "tokens": "8",
     }
     versions = {"theirs": made(100, 20), "fuse": made(50, 10)}
