@@ -616,6 +616,24 @@ MUTANTS = [
         "            if False:",
         "tests/fuse/test_spoiled_losses.py::test_labels_outside_and_weights[take p-mean]",
     ),
+    Mutant(  # rows that an equation combines
+        "layers/fuse/rows.py",
+        "    if summed and e.name not in _SUMS:",
+        "    if False:",
+        "tests/fuse/test_rows.py::test_what_stays[normalised]",
+    ),
+    Mutant(  # indices count the rows of all chunks
+        "layers/fuse/rows.py",
+        "            given[1] = given[1].at[..., column].set(rows)",
+        "            given[1] = given[1]",
+        "tests/fuse/test_rows.py::test_losses_are_their_own_equations[poly]",
+    ),
+    Mutant(  # the rows that no whole chunk has
+        "layers/fuse/region.py",
+        "    for d in map(int, np.flatnonzero(rest)):  # one at most",
+        "    for d in ():",
+        "tests/fuse/test_rows.py::test_losses_are_their_own_equations[kl]",
+    ),
     Mutant(  # an argmax without a loss beside it
         "layers/fuse/losses.py",
         "sites = [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]",

@@ -60,7 +60,7 @@ class Split:
         return math.prod(self.shape[d] for d in dims)
 
     def spec(self, dims: Sequence[int]) -> P:
-        return P(*[(self.axes[d] or None) for d in dims])
+        return P(*[(self.axes[d] if d < len(self.axes) else ()) or None for d in dims])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
-from . import attention, indexing, losses, norms, products
+from . import attention, indexing, losses, norms, products, region
 from .activations import READ as ACTIVATIONS
 from .activations import Activations
 from .call import Call
@@ -293,12 +293,38 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         except Exception as error:
             last = [v for equation in program.equations for v in equation.outs][-1]
             left.append((last, name, _unread(error), ()))
-        if name == "loss" and not sites[name] and not any(kind == name for _, kind, *_ in left):
-            why = "what becomes of its logits is no loss that is known"
-            left += [(v, name, why, (v,)) for v in _logits(program)]
         made.update(v for site in sites[name] for v in site.outs)
         scores.wanted.update(v for site in sites[name] for v in site.reads)
+    regions, more = _regions(program, sites, quantization)
+    lost = {v for site in regions for v in site.dead}
+    left = [one for one in left if one[1] != "loss" or not lost & {*one[3]}]
+    of_losses = [*[site.dead for site in sites["loss"]], *[d for _, k, _, d in left if k == "loss"]]
+    known = {v for dead in of_losses for v in dead}  # these have a row that says why
+    left += [one for one in more if one[0] not in known]
+    sites["loss"] = [s for s in sites["loss"] if not lost & {*s.dead}] + regions
+    if not sites["loss"] and not any(kind == "loss" for _, kind, *_ in left):
+        why = "what becomes of its logits is no loss that is known"
+        left += [(v, "loss", why, (v,)) for v in _logits(program)]
     return sum(sites.values(), []), left
+
+
+def _regions(
+    program: Program, sites: Mapping[str, list[Site]], quantization: Quantization
+) -> tuple[list[Site], list[Any]]:
+    """Returns the losses that are computed in chunks of rows, where other sites leave logits."""
+    taken = {name: {v: s for s in some for v in s.outs} for name, some in sites.items()}
+    needed = lambda names: program.needed(
+        program.results, {}, {v: s for n in names for v, s in taken[n].items()}
+    )
+    try:
+        live, wanted = needed(taken.keys() - {"loss"}), needed(taken)
+        found = [*region.found(program, live, wanted, quantization)]
+    except Exception as error:
+        last = [v for equation in program.equations for v in equation.outs][-1:]
+        return [], [(v, "loss", _unread(error), ()) for v in last]
+    others = [one for one in found if not isinstance(one, Site)]
+    regions = [one for one in found if isinstance(one, Site)]
+    return regions, [(value, "loss", why, (value,)) for value, why in others]
 
 
 def _logits(program: Program) -> Iterator[int]:

@@ -57,6 +57,13 @@ def mlp(p, x):
     return jnp.tanh((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).sum()
 
 
+def divergence(x, w, v):
+    """A loss in rows: with a function of a derivative of its own, a sum, and words by arange."""
+    p, q = jax.nn.log_softmax(own(x @ w)), jax.nn.log_softmax((x @ v).reshape(-1, 1024))
+    each = jnp.sum(jnp.exp(q) * (q - p), -1) + p[jnp.arange(x.shape[0]), 1]
+    return each.sum() + jnp.sum(jax.nn.relu(p))
+
+
 X = draw(0, 16, T, E)
 P = {"first": draw(1, E, E), "gate": draw(2, E, H), "up": draw(3, E, H), "down": draw(4, H, E)}
 P |= {"scale": draw(5, E), "head": draw(6, E, 16)}
@@ -67,6 +74,7 @@ PROGRAMS = {
     "loss": (loss, (P, X, jnp.zeros(X.shape[:-1], int)), None),
     "attention": (attention, (X, X + 1, X - 1, MASK), None),
     "mlp": (mlp, (P, X), "fp8"),
+    "rows": (divergence, (X[0], draw(7, E, 1024), draw(8, E, 1024)), None),
 }
 WHOLE = "call.py", "leaks.py"
 """Files that call the user's function, and see what it left behind."""

@@ -1,0 +1,344 @@
+"""The equations that compute values for a chunk of rows, and the programs within them."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+from ...native.jaxpr import JIT, REMAT, results_of
+from ..core.op import jvp_along
+from .program import Equation as Made
+from .program import Program
+from .rows import Chunk, Equation, Rows, Step, computed, inferred, latest, traced_back
+from .sites import Left
+
+_OWN = "custom_jvp_call", "custom_vjp_call"
+
+
+class Plan:
+    """The equations that compute values for a chunk of rows.
+
+    Args:
+      lifts: tells which values and rows are computed in the chunk, of those that do not depend on
+        `rows`.
+      of_rule: it is of a derivative rule, which may call its own function.
+
+    Attributes:
+      rows: the rows of values that are known; set those to begin with.
+      sums: the rows of what `rows` were added up to.
+      lost: values that depend on rows in another way, and why.
+      reads: (value, rows) of what is not computed, in the order of their slots.
+    """
+
+    def __init__(self, program: Program, lifts: Callable[[int, Rows], bool], of_rule: bool = False):
+        self.program, self.lifts, self.of_rule = program, lifts, of_rule
+        self.rows: dict[int, Rows] = {}
+        self.sums: dict[int, Step] = {}
+        self.lost: dict[int, Left] = {}
+        self.steps: dict[Made, Step] = {}
+        self.slots: dict[int, list[tuple[Rows, int]]] = {}
+        self.consts: dict[int, Any] = {}  # by slot
+        self.reads: list[tuple[int, Rows, int]] = []
+        self.order: list[tuple[int, Step, Any, Any]] = []  # (index, step, slots)
+        self._count = 0
+
+    def seen(self, made: Made) -> Equation:
+        """Returns an equation as the rules read it."""
+        avals = self.program.avals
+        given, results = ([avals[v].shape for v in vs] for vs in (made.ins, made.outs))
+        counts = {}
+        if made.name == "gather":
+            rows = self.rows.get(made.ins[0], ())
+            at = made.params["dimension_numbers"].start_index_map
+            counts = {c: d for c, d in self._counts(made) if rows and rows[at[c]]}
+        return Equation(made.eqn, made.name, made.params, tuple(given), tuple(results), counts)
+
+    def _counts(self, gather: Made) -> Iterator[tuple[int, int]]:
+        """Yields a column of indices and the dimension that it counts, as in `x[arange, y]`."""
+        program, at = self.program, 0
+        made, name = program.made(gather.ins[1])
+        last = len(program.avals[gather.ins[1]].shape) - 1
+        joined = name == "concatenate" and made.params["dimension"] == last
+        for v in made.ins if joined else [gather.ins[1]]:
+            x: Any = program.const(v)
+            for c in range(program.avals[v].shape[last] if x is not None else 0):
+                for d in range(last):
+                    shape = [n if i == d else 1 for i, n in enumerate(x.shape[:-1])]
+                    if (x[..., c] == np.arange(x.shape[d]).reshape(shape)).all():
+                        yield at + c, d
+                        break
+            at += program.avals[v].shape[last]
+
+    def advance(self, made: Made) -> Step | None:
+        """Finds the rows of an equation's results; None if it is lost."""
+        lost = next((self.lost[v] for v in made.ins if v in self.lost), None)
+        if any(v in self.sums for v in made.ins):
+            lost = Left("it reads a total")
+        if lost is None:
+            try:
+                e, known = self.seen(made), [self.rows.get(v) for v in made.ins]
+                step = (
+                    called(e, known, None, self.of_rule) if has_program(e) else inferred(e, known)
+                )
+                self.steps[made] = step
+                for v, rows in zip(made.outs, step.outs):
+                    if step.summed:
+                        self.sums[v] = step
+                    self.rows[v] = rows
+                return step
+            except Left as why:
+                lost = why
+        self.lost |= dict.fromkeys(made.outs, lost)
+        return None
+
+    def slot(self, v: int, rows: Rows) -> int | None:
+        """Returns where a value's part is kept; None for one that is not planned yet."""
+        rows = latest(rows)
+        found = [slot for known, slot in self.slots.get(v, ()) if latest(known) == rows]
+        return found[0] if found else None
+
+    def _new(self, v: int, rows: Rows) -> int:
+        self._count += 1
+        self.slots.setdefault(v, []).append((rows, self._count))
+        return self._count
+
+    def need(self, wanted: Sequence[tuple[int, Rows]]) -> None:
+        """Plans the equations of values.
+
+        Raises:
+          Left: for a value that does not have these rows.
+        """
+        stack, planned = [*wanted], []
+        while stack:
+            v, rows = stack.pop()
+            if self.slot(v, rows) is not None:
+                continue
+            made, step = self.program.maker.get(v), None
+            if v in self.lost:
+                raise self.lost[v]
+            if v in self.rows and made in self.steps:
+                step = self.steps[made]
+                if latest(self.rows[v]) != latest(rows):
+                    raise Left("its rows are read in two layouts")
+            elif v in self.rows and latest(self.rows[v]) != latest(rows):
+                raise Left("its rows are read in two layouts")
+            elif v not in self.rows and made is not None and self.lifts(v, rows):
+                try:
+                    e = self.seen(made)
+                    given = [None] * len(e.given)
+                    step = (
+                        called(e, given, rows, self.of_rule)
+                        if has_program(e)
+                        else traced_back(e, rows)
+                    )
+                except Left:
+                    step = None
+            x = self.program.given.get(v)
+            if step is not None and made is not None:
+                slots = [self._new(u, r) for u, r in zip(made.outs, step.outs)]
+                planned.append((made, step, slots))
+                stack += zip(made.ins, step.ins)
+            elif x is not None and not self.program.avals[v].ndim and not _is_traced(x):
+                self.consts[self._new(v, rows)] = x
+            else:
+                self.reads.append((v, rows, self._new(v, rows)))
+        for made, step, outs in planned:
+            ins = [self.slot(v, rows) for v, rows in zip(made.ins, step.ins)]
+            self.order.append((made.index, step, ins, outs))
+        self.order.sort(key=lambda one: one[0])
+
+    def run(self, given: Mapping[int, Any], chunk: Chunk) -> dict[int, Any]:
+        """Returns the values of a chunk by their slots, given those of `reads`."""
+        env: dict[Any, Any] = {**self.consts, **given}
+        for _, step, ins, outs in self.order:
+            env |= zip(outs, computed(step, [env[slot] for slot in ins], chunk), strict=True)
+        return env
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, Tracer)
+
+
+# ---------------------------------------------------------------- programs within equations
+
+
+class Flow:
+    """A program within an equation, for a chunk of the rows of its operands.
+
+    Args:
+      known: the rows of its operands, None where these follow from the others.
+      wanted: those of its results, None where they follow from the operands.
+
+    Raises:
+      Left: where its results are not computed row by row.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        known: Sequence[Rows | None],
+        wanted: Sequence[Rows | None],
+        of_rule: bool = False,
+    ):
+        self.program = program = Program(closed)
+        self.plan = plan = Plan(program, lambda v, rows: True, of_rule)
+        plan.rows |= {v: r for v, r in zip(program.inputs, known) if r is not None and any(r)}
+        for made in program.equations:
+            if made not in program.shadowing and any(v in plan.rows for v in made.ins):
+                plan.advance(made)
+        self.outs: list[Rows] = []
+        for v, asked in zip(program.results, wanted):
+            if v in plan.lost:
+                raise plan.lost[v]
+            rows = plan.rows.get(v, asked)
+            rows = ((),) * program.avals[v].ndim if rows is None else rows
+            if asked is not None and latest(rows) != latest(asked):
+                raise Left("its result has other rows")
+            self.outs.append(rows)
+        plan.need([*zip(program.results, self.outs)])
+        found = {v: rows for v, rows, _ in plan.reads}
+        asked = [
+            found[v] != r for v, r in zip(program.inputs, known) if r is not None and v in found
+        ]
+        if len(found) < len(plan.reads) or any(asked):
+            raise Left("its rows are read in two layouts")
+        if any(v not in program.inputs and any(rows) for v, rows in found.items()):
+            raise Left("it closes over rows")
+        whole = lambda v: ((),) * program.avals[v].ndim
+        every: Any = [
+            found.get(v, whole(v)) if rows is None else rows
+            for v, rows in zip(program.inputs, known)
+        ]
+        self.ins: list[Rows] = every
+
+    def is_sum(self, i: int) -> bool:
+        """Tells if the results of chunks are to be added up."""
+        v = self.program.results[i]
+        return v in self.plan.sums or self.program.number(v) == 0
+
+    def __call__(self, given: Sequence[Any], chunk: Chunk) -> list[Any]:
+        env = dict(zip(self.program.inputs, given)) | self.program.given
+        read = {slot: env[v] for v, _, slot in self.plan.reads}
+        env = self.plan.run(read, chunk)
+        slots = [self.plan.slot(v, rows) for v, rows in zip(self.program.results, self.outs)]
+        return [env[slot] for slot in slots if slot is not None]
+
+
+def has_program(e: Equation) -> bool:
+    """Tells if an equation calls a program whose equations may be row by row."""
+    return _inner(e)[0] is not None
+
+
+def _inner(e: Equation) -> tuple[Any, int]:
+    """Returns the program that an equation calls, and how many operands are not the program's."""
+    if e.eqn.effects:
+        return None, 0
+    if e.name in _OWN:
+        return e.params.get("call_jaxpr"), 0
+    if e.name in REMAT and not e.params["differentiated"]:
+        return ClosedJaxpr(e.params["jaxpr"], ()), 0
+    if e.name in JIT:
+        return e.params["jaxpr"], 0
+    platforms = e.params.get("branches_platforms") if e.name == "cond" else None
+    return (e.params["branches"][-1], 1) if platforms and platforms[-1] is None else (None, 0)
+
+
+def called(e: Equation, known: Sequence[Rows | None], made: Rows | None, of_rule: bool) -> Step:
+    """Returns an equation that calls a program, from the rows of its operands or results."""
+    closed, skipped = _inner(e)
+    primal = Flow(closed, known[skipped:], [made] * len(e.made), of_rule)
+    ins, outs = (*[()] * skipped, *primal.ins), tuple(primal.outs)
+    if any(primal.is_sum(i) and any(map(any, ins)) for i in range(len(outs))):
+        raise Left("it adds up rows")
+    call: Any = lambda given, chunk: primal(given[skipped:], chunk)
+    if e.name in REMAT:
+        call = lambda given, chunk: jax.checkpoint(lambda *a: primal(a, chunk))(*given)
+    if e.name in _OWN:
+        if len(_floating(_types(e)[1])) < len(outs):
+            raise Left("a function with a derivative of its own has results that are no floats")
+        rule = functools.cache(
+            functools.partial(_jvp if e.name == "custom_jvp_call" else _vjp, e, primal)
+        )
+        if not of_rule:
+            rule()
+        call = functools.partial(
+            _with_jvp if e.name == "custom_jvp_call" else _with_vjp, e, primal, rule
+        )
+    return Step(e, ins, outs, call=call)
+
+
+def _floating(avals: Sequence[Any]) -> list[int]:
+    return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+
+def _types(e: Equation) -> tuple[list[Any], list[Any]]:
+    """Returns the types of an equation's operands and results."""
+    struct = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+    return [*map(struct, e.eqn.invars)], [*map(struct, e.eqn.outvars)]
+
+
+def _jvp(e: Equation, primal: Flow) -> Flow:
+    """Returns the rule of a function's derivative: results and tangents."""
+    given, made = _types(e)
+    along = _floating(given)
+
+    def both(primals: Any, tangents: Any) -> Any:
+        found = dict(zip(along, tangents))
+        every = [found.get(i) for i in range(len(primals))]
+        return jvp_along(lambda *a: results_of(e.eqn, a), primals, every)
+
+    rows = [*primal.ins, *[primal.ins[i] for i in along]]
+    program = jax.make_jaxpr(both)(given, [given[i] for i in along])
+    return Flow(program, rows, [*primal.outs, *primal.outs], of_rule=True)
+
+
+def _with_jvp(
+    e: Equation, primal: Flow, rule: Callable[[], Flow], given: Sequence[Any], chunk: Chunk
+) -> list[Any]:
+    """Returns the results of a function with a rule of its derivative, for a chunk."""
+    own, along = jax.custom_jvp(lambda *a: primal(a, chunk)), _floating(_types(e)[0])
+
+    @own.defjvp
+    def _(primals, tangents):
+        found = rule()([*primals, *[tangents[i] for i in along]], chunk)
+        return found[: len(e.made)], found[len(e.made) :]
+
+    return own(*given)
+
+
+def _vjp(e: Equation, primal: Flow) -> Flow:
+    """Returns the rule of a function's gradients, which computes the function again."""
+    given, made = _types(e)
+    along = _floating(given)
+
+    def pulled(primals: Any, cts: Any) -> Any:
+        def moved(*moving: Any) -> Any:
+            found = dict(zip(along, moving))
+            return results_of(e.eqn, [found.get(i, a) for i, a in enumerate(primals)])
+
+        return jax.vjp(moved, *[primals[i] for i in along])[1](cts)
+
+    rows = [primal.ins[i] for i in along]
+    rule = Flow(jax.make_jaxpr(pulled)(given, made), [*primal.ins, *primal.outs], rows, True)
+    if any(not any(r) and not rule.is_sum(i) for i, r in enumerate(rows)):
+        raise Left("a gradient of its own is no sum over rows")
+    return rule
+
+
+def _with_vjp(
+    e: Equation, primal: Flow, rule: Callable[[], Flow], given: Sequence[Any], chunk: Chunk
+) -> list[Any]:
+    """Returns the results of a function with a rule of its gradients, for a chunk."""
+    own, along = jax.custom_vjp(lambda *a: primal(a, chunk)), _floating(_types(e)[0])
+
+    def backward(kept: Any, cts: Any) -> Any:
+        found = dict(zip(along, rule()([*kept, *cts], chunk)))
+        return tuple([found.get(i) for i in range(len(kept))])
+
+    own.defvjp(lambda *a: (primal(a, chunk), a), backward)
+    return own(*given)

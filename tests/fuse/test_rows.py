@@ -1,0 +1,482 @@
+"""Tests that losses nobody named are found, cut along their rows and computed as they stand."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fuse import fuzz_losses
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import fuse
+from normfuse.layers.fuse import region
+
+ROWS, FEATURES, WORDS = 67, 8, 1030  # no chunk of rows divides these
+
+
+def arguments(rows=ROWS, dtype=jnp.float32):
+    """x, a kernel, another x and another kernel, as a teacher's or a reference's, and labels."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, other = (jax.random.normal(k, (rows, FEATURES), dtype) for k in keys[:2])
+    w, v = (jax.random.normal(k, (FEATURES, WORDS), dtype) * 0.5 for k in keys[2:4])
+    return x, w, other, v, jax.random.randint(keys[4], (rows,), 0, WORDS)
+
+
+def log_softmax(z):
+    return jax.nn.log_softmax(z.astype(jnp.promote_types(z.dtype, jnp.float32)))
+
+
+def pick(logp, y):
+    return jnp.take_along_axis(logp, y[..., None], -1)[..., 0]
+
+
+def kl(x, w, other, v, y):
+    student = log_softmax(x @ w / 2)
+    teacher = log_softmax(jax.lax.stop_gradient(other @ v) / 2)
+    return 4 * jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), -1))
+
+
+def reverse_kl(x, w, other, v, y):
+    student, teacher = log_softmax(x @ w), jax.lax.stop_gradient(log_softmax(other @ v))
+    return jnp.mean(jnp.sum(jnp.exp(student) * (student - teacher), -1))
+
+
+def jsd(x, w, other, v, y, beta=0.3):
+    p, q = log_softmax(x @ w), jax.lax.stop_gradient(log_softmax(other @ v))
+    m = jnp.logaddexp(jnp.log(beta) + q, jnp.log1p(-beta) + p)
+    of_q = jnp.sum(jnp.exp(q) * (q - m), -1)
+    return jnp.mean(beta * of_q + (1 - beta) * jnp.sum(jnp.exp(p) * (p - m), -1))
+
+
+def tvd(x, w, other, v, y):
+    p, q = jax.nn.softmax(x @ w), jax.lax.stop_gradient(jax.nn.softmax(other @ v))
+    return jnp.mean(jnp.sum(jnp.abs(p - q), -1)) / 2
+
+
+def distilled(x, w, other, v, y):
+    hard = optax.softmax_cross_entropy_with_integer_labels(x @ w, y).mean()
+    return 0.5 * hard + 0.5 * kl(x, w, other, v, y)
+
+
+def cosine(x, w, other, v, y):
+    p, q = x @ w, jax.lax.stop_gradient(other @ v)
+    unit = lambda z: z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+    return jnp.mean(1 - jnp.sum(unit(jnp.exp(p)) * unit(jnp.exp(q)), -1))
+
+
+def focal(x, w, other, v, y):
+    logp = jax.nn.log_softmax(x @ w)
+    every = -((1 - jnp.exp(logp)) ** 2) * logp * jax.nn.one_hot(y, WORDS)
+    return jnp.sum(every) / y.size
+
+
+def brier(x, w, other, v, y):
+    return jnp.mean(jnp.sum((jax.nn.softmax(x @ w) - jax.nn.one_hot(y, WORDS)) ** 2, -1))
+
+
+def poly(x, w, other, v, y):
+    p = jax.nn.softmax(x @ w)[jnp.arange(y.size), y]
+    return jnp.mean(-jnp.log(p) + 1 - p)
+
+
+def smoothed(x, w, other, v, y):
+    near = jax.nn.one_hot(y, WORDS) * 0.8 + jax.nn.one_hot(y + 1, WORDS) * 0.1
+    return jnp.mean(optax.softmax_cross_entropy(x @ w, near + 0.1 / WORDS))
+
+
+def z_loss(x, w, other, v, y):
+    z = 30 * jnp.tanh((x @ w + v[0]) / 30)
+    lse = jax.nn.logsumexp(z, -1)
+    target = jnp.sum(z * jax.nn.one_hot(y, WORDS), -1)
+    return jnp.mean(lse - target + 1e-2 * lse**2 + 0.1 * jnp.max(z, -1))
+
+
+def tsallis(x, w, other, v, y):
+    return jnp.mean(1 - jnp.sum(jax.nn.softmax(x @ w) ** 2, -1))
+
+
+def top_5(x, w, other, v, y):
+    z = x @ w
+    _, words = jax.lax.top_k(z, 5)
+    right = jnp.mean(jnp.any(words == y[:, None], -1))
+    return optax.softmax_cross_entropy_with_integer_labels(z, y).mean() + right
+
+
+def confidence(x, w, other, v, y):
+    z = x @ w
+    most = jnp.sort(z, -1)[:, -2:]
+    return jnp.mean(jax.nn.relu(1 - most[:, 1] + most[:, 0]))
+
+
+def hinge(x, w, other, v, y):
+    z = x @ w
+    return jnp.mean(jnp.sum(jax.nn.relu(1 + z - pick(z, y)[:, None]), -1) + jnp.exp(z).min(-1))
+
+
+def bce(x, w, other, v, y):
+    return optax.sigmoid_binary_cross_entropy(x @ w, jax.nn.one_hot(y, WORDS)).mean()
+
+
+def unlikelihood(x, w, other, v, y):
+    p = jax.nn.softmax(x @ w, -1)
+    return -jnp.mean(jnp.log1p(-pick(p, y)))
+
+
+def mixture(x, w, other, v, y):
+    each = jnp.tanh(jnp.stack([x, other, x - other], 1))
+    p = jax.nn.softmax(jnp.einsum("rkn,nv->rkv", each, w), -1)
+    prior = jax.nn.softmax(other[:, :3])
+    return -jnp.mean(jnp.log(pick(jnp.einsum("rkv,rk->rv", p, prior), y)))
+
+
+def logps(x, w, y):
+    """The log-probabilities of pairs of texts: chosen ones, then rejected."""
+    logp = pick(log_softmax(x @ w), jnp.maximum(y, 0))
+    return jnp.sum(jnp.where(y >= 0, logp, 0).reshape(2, -1), -1), logp
+
+
+def dpo(x, w, other, v, y):
+    (chosen, rejected), _ = logps(x, w, y[: x.shape[0]])
+    reference, _ = jax.lax.stop_gradient(logps(other, v, y))
+    return -jax.nn.log_sigmoid(0.1 * (chosen - rejected - reference[0] + reference[1]))
+
+
+def even(loss):
+    """The loss of pairs: of an even number of rows."""
+    return functools.wraps(loss)(
+        lambda x, w, other, v, y: loss(
+            x[:66], w, other[:66], v, jnp.where(y[:66] % 7 == 0, -100, y[:66])
+        )
+    )
+
+
+def orpo(x, w, other, v, y):
+    (chosen, rejected), each = logps(x, w, y)
+    odds = lambda p: p - jnp.log1p(-jnp.exp(p / 33))
+    ratio = -jax.nn.log_sigmoid(odds(chosen) - odds(rejected))
+    return -each.mean() + 0.1 * ratio + 0.01 * jnp.mean(x @ w)
+
+
+def cpo(x, w, other, v, y):
+    (chosen, rejected), _ = logps(x, w, y)
+    return -jax.nn.log_sigmoid(0.1 * (chosen - rejected)) - chosen / 33 + jnp.std(x @ w, -1).mean()
+
+
+def simpo(x, w, other, v, y):
+    (chosen, rejected), _ = logps(x, w, y)
+    mean = jnp.mean(jax.nn.sigmoid(x @ w))
+    return -jax.nn.log_sigmoid(2 * (chosen - rejected) / 33 - 0.5) + mean
+
+
+def kto(x, w, other, v, y):
+    logp, q = log_softmax(x @ w), jax.lax.stop_gradient(log_softmax(other @ v))
+    ratio = pick(logp - q, jnp.maximum(y, 0))
+    apart = jax.lax.stop_gradient(jnp.maximum(jnp.mean(jnp.sum(jnp.exp(logp) * (logp - q), -1)), 0))
+    return jnp.mean(1 - jax.nn.sigmoid(0.1 * (ratio - apart)))
+
+
+def grpo(x, w, other, v, y):
+    logp, reference = log_softmax(x @ w), jax.lax.stop_gradient(log_softmax(other @ v))
+    new, old = pick(logp, jnp.maximum(y, 0)), pick(reference, jnp.maximum(y, 0))
+    ratio, advantage = jnp.exp(new - jax.lax.stop_gradient(new)), jnp.sin(jnp.arange(y.size))
+    clipped = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    apart = jnp.exp(old - new) - (old - new) - 1
+    entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+    each = clipped - 0.04 * apart + 0.01 * entropy
+    return -jnp.sum(jnp.where(y >= 0, each, 0)) / jnp.sum(y >= 0)
+
+
+def pairs(x, w, scale=3.0):
+    """The scores of all pairs of 1030 images and texts."""
+    return scale * jnp.tanh(jnp.tile(x, (16, 1))[:WORDS] + jnp.sin(w.T)) @ jnp.tanh(w)
+
+
+def clip(x, w, other, v, y):
+    z = pairs(x, w)
+    one_way = -jnp.mean(jnp.diagonal(jax.nn.log_softmax(z, 1)) ** 2)
+    return (one_way - jnp.mean(jnp.diag(jax.nn.log_softmax(z, 0)))) / 2
+
+
+def siglip(x, w, other, v, y):
+    signs = 2 * jnp.eye(WORDS) - 1
+    return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * (pairs(x, w) + v[0, 0])), -1))
+
+
+LOSSES = {
+    loss.__name__: loss
+    for loss in (
+        *(kl, reverse_kl, jsd, tvd, distilled, cosine, focal, brier, poly, smoothed, z_loss),
+        *(clip, siglip, tsallis, top_5, confidence, hinge, bce, unlikelihood, mixture, kto, grpo),
+        *map(even, (dpo, orpo, cpo, simpo)),
+    )
+}
+
+
+def served(loss, *args, kinds=("rows",), **options):
+    """Returns a fused loss, which has to be served, and nothing left."""
+    reports = []
+    fused = fuse(loss, report=reports.append, **options)
+    jax.eval_shape(fused, *args)
+    by = [row.served.split(":")[0] for row in reports[-1].rows if row.domain == "loss"]
+    assert by and {*by} <= {*kinds}, str(reports[-1])
+    return fused
+
+
+def wide(args):
+    """The arguments in float64."""
+    is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
+    return [np.asarray(a, np.float64) if is_float(a) else a for a in args]
+
+
+def assert_as_close(found, theirs, exact, factor=3.0):
+    """Asserts that results are as close to float64's as a function's own, within rounding."""
+    for a, b, c in zip(*map(jax.tree.leaves, (found, theirs, exact)), strict=True):
+        assert a.dtype == b.dtype
+        ours, own = (np.abs(np.asarray(y, np.float64) - c).max() for y in (a, b))
+        assert ours <= factor * own + 16 * jnp.finfo(a.dtype).eps * np.abs(c).max()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_their_own_equations(name):
+    args, loss = arguments(), LOSSES[name]
+    run = lambda f, args: jax.value_and_grad(f, (0, 1, 2, 3))(*args)
+    kinds = ("rows", "linear_cross_entropy") if name in ("grpo", "dpo") else ("rows",)
+    found = run(served(loss, *args, kinds=kinds), args)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(np.asarray, run(loss, wide(args)))
+    assert_as_close(found, run(loss, args), exact)
+
+
+# ---------------------------------------------------------------- wherever JAX is
+
+ALL_X = 0, None, None, None, None
+
+
+def vmapped(f):
+    """A sum of losses of several x, and of several kernels."""
+    each = jax.vmap(jax.vmap(f, ALL_X), (None, 0, None, None, None))
+    return lambda x, w, *more: each(jnp.stack([x, 2 * x]), jnp.stack([w, -w, w / 2]), *more).sum()
+
+
+def in_scan(f):
+    run = lambda x, w, *more: lambda c, s: (c + f(s * x, w, *more), None)
+    return lambda *args: jax.lax.scan(run(*args), 0.0, jnp.arange(1.0, 3.0))[0]
+
+
+def in_cond(f):
+    return lambda x, *more: jax.lax.cond(x[0, 0] < 9, lambda: f(x, *more), lambda: 0.0)
+
+
+AROUND = {  # a function of a function, inside `fuse` or around it
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": in_scan,
+    "cond": in_cond,
+    "vmap": vmapped,
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+@pytest.mark.parametrize("name", AROUND)
+def test_contexts(name, inside):
+    args, around = arguments(), AROUND[name]
+    ours = served(around(distilled), *args) if inside else around(served(distilled, *args))
+    run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+    with jax.enable_x64(True):
+        exact = jax.value_and_grad(around(distilled), (0, 1))(*wide(args))
+        exact = jax.tree.map(np.asarray, exact)
+    assert_as_close(run(ours), run(around(distilled)), exact)
+
+
+@pytest.mark.parametrize("loss", [kl, bce, top_5], ids=lambda loss: loss.__name__)
+def test_forward_mode_second_order_and_gradients_of_each(loss):
+    args = arguments()
+    x, w, *more = args
+    along = x[::-1], w[:, ::-1]
+
+    def run(f):
+        at = lambda x, w: f(x, w, *more)
+        each = jax.vmap(jax.grad(f, (0, 1)), ALL_X)(jnp.stack([x, 2 * x]), w, *more)
+        return [jax.jvp(at, (x, w), along), jax.jvp(jax.grad(at, (0, 1)), (x, w), along), each]
+
+    for a, b in zip(*map(jax.tree.leaves, (run(served(loss, *args)), run(loss))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("stored", ["whole", "in parts"])
+def test_meshes(kind, stored, eight_devices):
+    """Rows are split as they are, with no collective that the function did not need."""
+    kinds = (getattr(AxisType, kind),) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "more"), kinds, devices=eight_devices)
+    x, w, other, v, y = arguments(64)
+    of_kernel = P() if stored == "whole" else P("more" if kind == "Explicit" else "data")
+    specs = P("data"), of_kernel, P("data"), of_kernel, P("data")
+    with jax.set_mesh(mesh):
+        args = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, w, other, v, y), specs)
+        ]
+        ours = served(distilled, *args)
+        run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1))).lower(*args).compile()
+        found, theirs = run(ours), run(distilled)
+        for a, b in zip(*map(jax.tree.leaves, (found(*args), theirs(*args))), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    moved = lambda compiled: sum(c.bytes for c in hlo.collectives(compiled))
+    assert len(hlo.collectives(found)) <= len(hlo.collectives(theirs))
+    assert moved(found) <= moved(theirs)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_shard_map(check, eight_devices):
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=eight_devices[:4])
+    args = arguments(64)
+    specs = P("data"), P(), P("data"), P(), P("data")
+
+    def mapped(f):
+        mean = lambda *args: jax.lax.pmean(f(*args), "data")
+        return jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check)
+
+    run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+    want = run(mapped(kl))
+    for ours in (mapped(served(kl, *args)), served(mapped(kl), *args)):
+        for a, b in zip(*map(jax.tree.leaves, (run(ours), want)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+def test_words_that_types_split_stay(eight_devices):
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Explicit,), devices=eight_devices[:2])
+    x, w, other, v, y = arguments()
+    reports = []
+    with jax.set_mesh(mesh):
+        words = NamedSharding(mesh, P(None, "model"))
+        args = x, jax.device_put(w, words), other, jax.device_put(v, words), y
+        jax.eval_shape(fuse(tsallis, report=reports.append), *args)
+    assert [row.reason for row in reports[0].rows] == ["its words are split over a mesh"]
+
+
+# ---------------------------------------------------------------- layouts, values, dtypes, memory
+
+
+def rows_and_columns(x, w, other, v, y):
+    """Logits of (batch, time, words), flat labels, a weight for each text and a bias in time."""
+    z = x.reshape(11, 6, -1) @ w + other[:6, :1]
+    logp = jax.nn.log_softmax(z + v[0]).reshape(-1, WORDS)
+    each = (pick(logp, y[:66]) ** 3).reshape(11, 6) * jnp.arange(11.0)[:, None]
+    return jnp.sum(each) / 66 + jnp.mean(jnp.max(jnp.exp(z), -1))
+
+
+def turned(x, w, other, v, y):
+    """Words before rows, from a kernel that is stored so."""
+    z = jax.lax.dot_general(w.T, x, (((1,), (1,)), ((), ())))
+    return jnp.mean(jnp.sum(jax.nn.softmax(z, 0) ** 2 * jnp.cos(z), 0))
+
+
+def two_layouts(x, w, other, v, y):
+    """Rows by two indices, of which a loss counts one and a weight the other."""
+    z = jnp.einsum("abn,nv->abv", x[:66].reshape(11, 6, -1), w)
+    p = jax.nn.softmax(jnp.swapaxes(z, 0, 1))
+    return jnp.mean(jnp.sum(p**3, -1) * other[:6, :1])
+
+
+@pytest.mark.parametrize("loss", [rows_and_columns, turned, two_layouts], ids=lambda f: f.__name__)
+def test_layouts(loss):
+    args = arguments()
+    args = (args[0][:66], *args[1:])
+    run = lambda f, args: jax.value_and_grad(f, (0, 1, 2, 3))(*args)
+    found = run(served(loss, *args), args)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(np.asarray, run(loss, wide(args)))
+    assert_as_close(found, run(loss, args), exact)
+
+
+def weighted(x, w, other, v, y):
+    z = jnp.where(jnp.arange(WORDS) < 1000, x @ w, -jnp.inf)
+    p = jax.nn.softmax(z)
+    each = (1 - pick(p, y)) ** 2 * -pick(jax.nn.log_softmax(z), y)
+    return jnp.sum(jnp.where(other[:, 0] > 0, each, 0)), each, jnp.argmax(z, -1)
+
+
+def test_what_is_not_finite_is_theirs():
+    """Labels outside and of words that are masked, rows of NaN and of infinities, weights of 0."""
+    x, w, other, v, y = arguments()
+    x = x.at[3].set(jnp.nan).at[9, 0].set(jnp.inf)
+    y = y.at[:6].set(jnp.array([-1, -100, WORDS, 1029, -WORDS - 5, 10**6]))
+    args = x, w, other, v, y
+    both = lambda f: jax.vjp(lambda x, w: f(x, w, other, v, y)[:2], x, w)
+    (found, pulled), (want, theirs) = both(served(weighted, *args)), both(weighted)
+    np.testing.assert_allclose(found[1], want[1], rtol=1e-5)
+    np.testing.assert_array_equal(fuse(weighted)(*args)[2], weighted(*args)[2])
+    for cts in ((1.0, jnp.zeros(ROWS)), (0.0, jnp.where(jnp.arange(ROWS) > 20, 1.0, 0))):
+        for a, b in zip(pulled(cts), theirs(cts), strict=True):
+            np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_dtypes(dtype):
+    with jax.enable_x64(True):
+        args = arguments(dtype=jnp.dtype(dtype))
+        run = lambda f, args: jax.value_and_grad(f, (0, 1))(*args)
+        exact = jax.tree.map(np.asarray, run(kl, wide(args)))
+        assert_as_close(run(served(kl, *args), args), run(kl, args), exact)
+
+
+@pytest.mark.parametrize("name", ["kl", "brier", "bce", "tvd", "top_5", "mixture", "jsd"])
+def test_memory(name):
+    """A step's temporaries are those of chunks, and gradients."""
+    args, loss = arguments(512), LOSSES[name]
+    step = lambda f: jax.jit(jax.value_and_grad(f, (0, 1))).lower(*args).compile()
+    ours, theirs = (
+        step(f).memory_analysis().temp_size_in_bytes for f in (served(loss, *args), loss)
+    )
+    assert ours < 0.35 * theirs
+
+
+# ---------------------------------------------------------------- what stays
+
+
+def normalised(x, w, other, v, y):
+    """By all rows, as no chunk can."""
+    p = jax.nn.softmax(x @ w)
+    return jnp.mean((p / jnp.max(p, 0)) ** 2)
+
+
+def returned(x, w, other, v, y):
+    p = jax.nn.softmax(x @ w)
+    return jnp.mean(p**2), p
+
+
+def mlp(x, w, other, v, y):
+    return jnp.mean(jnp.exp(jax.nn.gelu(x @ w) @ jnp.tile(v.T, 8)) ** 2)
+
+
+LEFT = {
+    normalised: "reduce_max at test_rows.py:{line}: it combines rows",
+    returned: "its logits are read as a whole",
+    mlp: None,
+}
+
+
+@pytest.mark.parametrize("loss", LEFT, ids=lambda f: f.__name__)
+def test_what_stays(loss):
+    args, reports = arguments(), []
+    found = fuse(loss, report=reports.append)(*args)
+    jax.tree.map(np.testing.assert_array_equal, found, loss(*args))
+    line = loss.__code__.co_firstlineno + 3
+    reason = LEFT[loss] and LEFT[loss].format(line=line)
+    assert [row.reason for row in reports[0].rows] == ([reason] if reason else [])
+
+
+# ---------------------------------------------------------------- random losses
+
+
+def test_random_losses(monkeypatch):
+    monkeypatch.setattr(region, "SMALLEST", 8)
+    with jax.enable_x64(True):
+        failed, counts = fuzz_losses.run_many(range(12))
+    assert not failed
+    assert counts["rows"] >= 6
