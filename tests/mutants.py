@@ -562,12 +562,6 @@ MUTANTS = [
         "if False:",
         "tests/fuse/test_exact.py::test_a_factor_that_operands_would_round_stays[0.7]",
     ),
-    Mutant(  # facts that are found again
-        "layers/fuse/program.py",
-        "            if asked not in facts:",
-        "            if asked not in facts or asked[0] is _origin:",
-        "tests/fuse/test_cost.py::test_programs_whose_facts_grow[a rolled kernel]",
-    ),
     Mutant(
         "layers/fuse/activations.py",
         "if abs(c[0] - want[0]) > c[1] + ARITHMETIC * abs(want[0]) or len(m) != len(own):",

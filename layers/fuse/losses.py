@@ -173,8 +173,9 @@ class Loss(Site):
             if bias is not None and self.of.softcap is None:  # theirs: 0 times a logit of -inf
                 kept = jnp.where(jnp.any(bias == -jnp.inf), jnp.nan, 1)
             y = y + self.entropy * entropy[0] * kept
-        if self.hidden is not None:
-            x, kernel = self._operands(read)
+        x, kernel = self._operands(read)
+        if self.hidden is not None and jax.typeof(kernel).sharding.mesh.empty:
+            # On a mesh devices would have to exchange it.
             y = y + called(_unread, x, kernel, self.hidden[0], words=int(not self.transposed))
         y = jax.lax.stop_gradient(y) if self.form.stopped else y
         for w, value in factors:
@@ -229,12 +230,14 @@ class Loss(Site):
                 late = ~inside if selected is None else selected & ~inside
         if counted is not None:
             words = jnp.where(counted, words, UNSELECTED)
-        options = {"reduction": "sum", "with_lse": late is not None, "weights": weights}
-        y = self._call(read, words, counted, **options)
+        whole = self.outside == "all drop"  # the loss of labels outside
+        options = {"reduction": "sum", "with_lse": whole, "weights": weights}
+        found = self._call(read, words, counted, **options)
+        y, lse = found if whole else (found, None)
         if late is not None:  # but one in the value
-            more = jax.lax.stop_gradient(self._outside(read, place, y[1]))
+            more = jax.lax.stop_gradient(self._outside(read, place, lse))
             more = jnp.where(late, more if weights is None else wide(weights) * more, 0)
-            y = y[0] + jnp.sum(more)
+            y = y + jnp.sum(more)
         y = self.lse * y
         if selected is not None:  # no rows have no gradient, also where 0 divides their sum
             # Counted in float32, so that devices add it up with the loss, or with a mean's.
@@ -254,7 +257,7 @@ class Loss(Site):
             of_words["bias"] = bias[::step]
         z = all_logits(x, ends, **of_words)
         picked = jnp.where(self._words(read, place) < 0, z[..., 0], z[..., -1])
-        return lse - picked if self.outside.startswith("all") else -picked
+        return -picked if lse is None else lse - picked
 
     def _words(self, read: Any, place: Any) -> Any:
         """The labels, in a dtype that has -1 and the size of the vocabulary."""
@@ -346,7 +349,7 @@ class Loss(Site):
             words = jnp.zeros(x.shape[:-1], jnp.int32)
         mask = jnp.ones(x.shape[:-1], bool) if selected is None else selected
         weighted = selected is not None or options.get("weights") is not None
-        given = options | self._logits(read) | {"quantization": self.quantization}
+        given: dict[str, Any] = options | self._logits(read) | {"quantization": self.quantization}
         return loss_of_rows(x, self._seen(kernel), words, mask, weighted=weighted, **given)
 
     def best(self, read: Read) -> Sequence[Any]:

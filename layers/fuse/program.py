@@ -514,10 +514,11 @@ def _origin(g: Program, v: int) -> Facts:
     made, name = g.made(v)
     if made is not None and made.ins and (name in _PEELED or g.is_scaled(made)):
         return (yield _origin, made.ins[0])
-    if name in ("concatenate", "stack"):
+    if made is not None and name in ("concatenate", "stack"):
+        joined = None
         for u in reversed(made.ins):
             if (joined := (yield _origin, u)) is None:
-                return None
+                break
         return joined
     return g.origins.get(v) if jnp.issubdtype(g.avals[v].dtype, jnp.floating) else None
 
