@@ -1,5 +1,7 @@
 """The dense layer: a product, a bias and an activation."""
 
+from typing import Any, NamedTuple
+
 import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
@@ -10,7 +12,6 @@ from ..core.activations import Activation, resolve
 from ..core.arguments import Quantization, check_quantization, choose, floating, floating_dtype
 from .epilogue import finish, finish_natively
 from .fp8 import multiply
-from .matmul import matmul
 
 
 def dense(
@@ -77,39 +78,43 @@ def dense(
     check_quantization("dense", quantization, dtype)
     resolve(activation, "dense")
 
-    options = {"quantization": quantization, "implementation": implementation}
-    options |= {"dtype": dtype, "out_sharding": out_sharding}
-    return apply(x, kernel, bias, activation=activation, **options)
+    options = Options(activation, dtype, implementation, quantization, out_sharding)
+    return apply(x, kernel, bias, **options._asdict())
+
+
+class Options(NamedTuple):
+    """The options of a linear layer or an MLP, checked."""
+
+    activation: Activation
+    dtype: jax.typing.DTypeLike  # the products' and the results'
+    implementation: Implementation
+    quantization: Quantization = None
+    out_sharding: NamedSharding | jax.P | None = None
+    hidden_sharding: jax.P | None = None  # an MLP's hidden arrays have it
+    contract: int = 0  # 1 for kernels that are stored `(out, in)`
+
+    @property
+    def product(self) -> dict[str, Any]:
+        """The options of a product alone."""
+        names = "dtype", "quantization", "out_sharding", "contract"
+        return {name: getattr(self, name) for name in names}
 
 
 def apply(
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    *,
-    activation: Activation,
-    dtype: jax.typing.DTypeLike,
-    implementation: Implementation,
-    quantization: Quantization = None,
-    out_sharding: NamedSharding | jax.P | None = None,
-    contract: int = 0,
-    op: str = "dense",
+    x: Array, kernel: Array, bias: Array | None, *, op: str = "dense", **options: Any
 ) -> Array:
-    """`dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
-
-    def product(order: Order = BEST) -> Array:
-        options = {"dtype": dtype, "contract": contract, "out_sharding": out_sharding}
-        if quantization is None:
-            return matmul(x, kernel, **options)
-        return multiply(op, x, kernel, quantization=quantization, order=order, **options)
+    """`dense` for operands known to fit; `options` are `Options`."""
+    chosen = Options(**options)
+    activation, dtype = chosen.activation, chosen.dtype
+    product = lambda order: multiply(op, x, kernel, order=order, **chosen.product)
 
     def native(order: Order) -> Array:
         if activation is None:  # nothing follows the product but a bias, which XLA adds in it
             return finish(product(order), bias, None, dtype)
         return finish_natively(op, product(order), None, bias, activation, dtype, order)
 
-    xla = lambda order: finish(product(), bias, activation, dtype)
-    return choose(op, implementation, {"native": native, "xla": xla})
+    xla = lambda order: finish(product(BEST), bias, activation, dtype)
+    return choose(op, chosen.implementation, {"native": native, "xla": xla})
 
 
 def check_shapes(

@@ -1,5 +1,8 @@
 """Gated dense layers: two projections of one input, one gating the other."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +13,7 @@ from ..core import sharding
 from ..core.activations import Activation, resolve, scalar_of
 from ..core.arguments import Quantization, check_quantization, choose, floating, floating_dtype
 from ..core.op import match, placed
-from .dense import check_shapes
+from .dense import Options, check_shapes
 from .epilogue import Epilogue, finish, finish_gated, finish_natively
 from .fp8 import multiply
 from .fp8_mlp import multiply_mlp, serves
@@ -131,98 +134,74 @@ def gated_product(
         raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
     check_activated(op, activation)
     check_quantization(op, quantization, dtype)
-    options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
-    options["quantization"] = quantization
-    options["hidden_sharding"] = hidden_sharding
-    return apply_product(gate, up, kernel, bias, activation, **options)
+    options = activation, dtype, implementation, quantization, out_sharding, hidden_sharding
+    return apply_product(gate, up, kernel, bias, **Options(*options)._asdict())
 
 
 def apply_product(
-    gate: Array,
-    up: Array | None,
-    kernel: Array,
-    bias: Array | None,
-    activation: Activation,
-    *,
-    dtype: jax.typing.DTypeLike,
-    implementation: Implementation,
-    quantization: Quantization = None,
-    hidden_sharding: jax.P | None = None,
-    out_sharding: NamedSharding | jax.P | None = None,
-    contract: int = 0,
+    gate: Array, up: Array | None, kernel: Array, bias: Array | None, **options: Any
 ) -> Array:
-    """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
-    op = "gated_product"
-    function, dtype = scalar_of(activation), jnp.dtype(dtype).name
-    shared = {"contract": contract, "out_sharding": out_sharding}
-    quantized = shared | {"dtype": dtype, "quantization": quantization}
-    gate = placed(gate, hidden_sharding)
-    up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
+    """`gated_product` for operands known to fit; `options` are `Options`."""
+    op, chosen = "gated_product", Options(**options)
+    activation, dtype = chosen.activation, jnp.dtype(chosen.dtype).name
+    function = scalar_of(activation)
+    place = functools.partial(placed, sharding=chosen.hidden_sharding)
+    gate = place(gate)
+    up = None if up is None else place(match(up, gate, range(gate.ndim)))
 
     def native(order: Order) -> Array:
         assert function is not None
-        if quantization is None:
+        if chosen.quantization is None:
             after = Epilogue(op=op, function=function, axes=(), out_dtype=dtype)
-            value = Activated(after, order, hidden_sharding)
+            value = Activated(after, order, chosen.hidden_sharding)
+            shared = {"contract": chosen.contract, "out_sharding": chosen.out_sharding}
             y = product((gate, up), kernel, value=value, **shared)
         else:
             hidden = finish_natively(op, gate, up, None, activation, dtype, order)
-            y = multiply(op, placed(hidden, hidden_sharding), kernel, order=order, **quantized)
+            y = multiply(op, place(hidden), kernel, order=order, **chosen.product)
         return finish(y, bias, None, dtype)
 
     def xla(order: Order) -> Array:
-        hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
-        return finish(multiply(op, hidden, kernel, **quantized), bias, None, dtype)
+        hidden = place(finish(gate, None, activation, dtype, up))
+        return finish(multiply(op, hidden, kernel, **chosen.product), bias, None, dtype)
 
     serve = {"xla": xla}
     if function is not None:
         serve["native"] = native
-    return choose(op, implementation, serve)
+    return choose(op, chosen.implementation, serve)
 
 
-def mlp(
-    x: Array,
-    kernels: dict[str, Array],
-    biases: dict[str, Array],
-    *,
-    activation: Activation,
-    dtype: jax.typing.DTypeLike,
-    implementation: Implementation,
-    quantization: Quantization = None,
-    contract: int = 0,
-    hidden_sharding: jax.P | None = None,
-) -> Array:
-    """An MLP of operands known to fit, its (gated) activation not kept.
+def mlp(x: Array, kernels: dict[str, Array], biases: dict[str, Array], **options: Any) -> Array:
+    """An MLP of operands known to fit, its (gated) activation not kept; `options` are `Options`.
 
     kernels: "gate", "up" and "down", or without "gate". biases: of the same names, or none.
     """
-    op = "GatedMLP"
+    op, chosen = "GatedMLP", Options(**options)
     *first, down = (kernels[name] for name in _names(kernels))
-    options = {"dtype": dtype, "quantization": quantization, "contract": contract}
-    function = scalar_of(activation)
+    dtype, function = chosen.dtype, scalar_of(chosen.activation)
 
     def in_parts(implementation: Implementation) -> Array:
         z, *up = (
-            finish(multiply(op, x, kernels[name], **options), biases.get(name), None, dtype)
+            finish(multiply(op, x, kernels[name], **chosen.product), biases.get(name), None, dtype)
             for name in _names(kernels)[:-1]
         )
-        shared = {"implementation": implementation, "hidden_sharding": hidden_sharding} | options
-        bias = biases.get("down")
-        return apply_product(z, up[0] if up else None, down, bias, activation, **shared)
+        asked = options | {"implementation": implementation}
+        return apply_product(z, up[0] if up else None, down, biases.get("down"), **asked)
 
     def in_fp8(order: Order) -> Array:
         assert function is not None
-        shared = {"dtype": dtype, "contract": contract, "hidden_sharding": hidden_sharding}
-        shared["biases"] = [biases[name] for name in given]
+        shared: Any = {"contract": chosen.contract, "hidden_sharding": chosen.hidden_sharding}
+        shared |= {"dtype": dtype, "biases": [biases[name] for name in given]}
         y = multiply_mlp(op, x, first, down, function, order=order, **shared)
         return finish(y, biases.get("down"), None, dtype)
 
     given = [name for name in _names(kernels)[:-1] if name in biases]  # all of them or none
     alike = len(given) in (0, len(first))
-    if quantization is None or not alike or not serves([*first, down], contract, function):
-        return in_parts(implementation)
+    serves_fp8 = alike and serves([*first, down], chosen.contract, function)
+    if chosen.quantization is None or not serves_fp8:
+        return in_parts(chosen.implementation)
     serve = {"native": in_fp8, "xla": lambda order: in_parts("xla")}
-    return choose(op, implementation, serve)
+    return choose(op, chosen.implementation, serve)
 
 
 def _names(kernels: dict[str, Array]) -> list[str]:
