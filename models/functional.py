@@ -57,13 +57,9 @@ class Functional:
         return self.apply(params, tokens, segment_ids)
 
     def apply(self, params: Params, tokens: Array, segment_ids: Array | None = None) -> Array:
-        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
+        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits, as the model does.
 
         With `segment_ids`, integers of the same shape, tokens attend only to those of equal ids.
-
-        Raises:
-          TypeError: if tokens are no integers.
-          ValueError: if they have another shape, or are more than `max_seq_len`.
         """
         run = self._fused(lambda model, *given: model(*given))
         return run(params, tokens, segment_ids)

@@ -247,7 +247,7 @@ _GONE = {
     "tensorboard": "read OUT_DIR/metrics.jsonl",
     "lock-timeout": "a run whose --out-dir is in use fails at once",
     **dict.fromkeys(("guard", "spike"), "a run stops before an update that is not finite"),
-    "data.documents": "put the documents into one text, each with an end of its own after it",
+    "data.documents": "--data.path takes JSON Lines, several files or a dataset",
     "profile": "run `nsys profile normfuse train …`, or trace steps of your own",
     "watchdog": "end a run that hangs by `timeout`",
     "mesh.keep-gathered": "--model.remat none gathers kernels once",
