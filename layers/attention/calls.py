@@ -51,30 +51,28 @@ class Call:
         if lengths is None and {"lengths", "key lengths"} & {*given}:
             lengths = self._given(given)
         self._lengths, self._wanted = lengths, wanted
-        self.has_bias, mask = "bias" in given, None
+        self.has_bias, seen = "bias" in given, []
         if "mask" in given:
-            mask = self._whole(given["mask"], spec.dims["mask"])
+            seen.append(self._whole(given["mask"], spec.dims["mask"]))
         if "segments" in given:
             names = "segments", "key segments"
             ids = [spread(given[name], spec.dims[name], self._d.scores) for name in names]
             dims = tuple(n for n in self._d.scores if any(n in spec.dims[name] for name in names))
             equal = (ids[0] == ids[1]).reshape([self._sizes[n] for n in dims])
-            equal = self._whole(equal, dims)
-            mask = equal if mask is None else mask & equal
-        self.name = "lengths" if self._lengths else ""
-        if mask is not None:
-            self.name = "a mask"
+            seen.append(self._whole(equal, dims))
+        self.name = "a mask" if seen else "lengths" if self._lengths else ""
         self.parts: list[Call] = []
         if part is not None:
-            kept = self._whole(given["dropout"], spec.dims["dropout"]) == part
-            mask = kept if mask is None else mask & kept
+            seen.append(self._whole(given["dropout"], spec.dims["dropout"]) == part)
         elif "dropout" in given:
             self.parts = [Call(spec, q, k, given, lengths, wanted, is_) for is_ in (True, False)]
         self._window = spec.window
-        if spec.window is not None and (mask is not None or self.has_bias):
+        if spec.window is not None and (seen or self.has_bias):
             # cuDNN has no windows beside what is added to scores.
             near = reached(spec, self._sizes[self._d.length], self._sizes[self._d.keys])
-            mask, self._window = near[None, None] if mask is None else mask & near, None
+            seen.append(near[None, None])
+            self._window = None
+        mask = functools.reduce(jnp.logical_and, seen) if seen else None
         self.operands, self._seen = [] if mask is None else [mask], mask
         if self.has_bias:
             bias = self._whole(given["bias"], spec.dims["bias"])

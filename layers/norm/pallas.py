@@ -57,25 +57,28 @@ def _backward(norm: Norm, n: int, stored: jnp.dtype, values: Values) -> Values:
     return {"DX": dx, "DSCALE": _sum(dy * normal, 0), "DBIAS": _sum(dy, 0)}
 
 
-def run(kernel: str, platform: str, norm: Norm, *operands: Array | None) -> list[Any]:
-    """Runs a kernel; raises `Unsupported` for what the platform's kernels do not take."""
+def _require(platform: str, norm: Norm, n: int, dtypes: set[str]) -> None:
+    """Raises `Unsupported` for rows of n that the platform's kernels do not take."""
     if norm.heads:
         raise Unsupported("Pallas kernels take one scale for all rows")
-    arrays = operands_of(kernel, operands)
-    results = results_of(kernel, norm, arrays)
-    x, compute = arrays["X"], jnp.dtype(norm.compute)
-    stored = promoted(x.dtype, arrays.get("RESIDUAL", x).dtype)
-    types = {"Y": norm.out_dtype, "H": stored, "DX": x.dtype}
-    taken = set(FLOATING if platform == "cpu" else ("float32", "bfloat16"))
-    dtypes = {*(a.dtype.name for a in arrays.values()), norm.compute, norm.out_dtype}
-    if others := dtypes - taken - {""}:
+    taken = {*(FLOATING if platform == "cpu" else ("float32", "bfloat16"))}
+    if others := {*dtypes, norm.compute, norm.out_dtype} - taken - {""}:
         raise Unsupported(
             f"Pallas kernels take {', '.join(sorted(taken))} on {platform}, not "
             f"{', '.join(sorted(others))}"
         )
-    m, n = x.shape
     if n > LONGEST:
         raise Unsupported(f"Pallas kernels take rows of at most {LONGEST}, not {n}")
+
+
+def run(kernel: str, platform: str, norm: Norm, *operands: Array | None) -> list[Any]:
+    """Runs a kernel; raises `Unsupported` for what the platform's kernels do not take."""
+    arrays = operands_of(kernel, operands)
+    results = results_of(kernel, norm, arrays)
+    x, compute = arrays["X"], jnp.dtype(norm.compute)
+    (m, n), stored = x.shape[-2:], promoted(x.dtype, arrays.get("RESIDUAL", x).dtype)
+    types = {"Y": norm.out_dtype, "H": stored, "DX": x.dtype}
+    _require(platform, norm, n, {a.dtype.name for a in arrays.values()})
     size = min(m, max(_ROWS, _ELEMENTS // (-(-n // _LANES) * _LANES) // _ROWS * _ROWS))
 
     def placed(name: str) -> tuple[tuple[int, int], pl.BlockSpec]:
