@@ -75,14 +75,19 @@ class Call:
         mask = functools.reduce(jnp.logical_and, seen) if seen else None
         self.operands, self._seen = [] if mask is None else [mask], mask
         if self.has_bias:
-            bias = self._whole(given["bias"], spec.dims["bias"])
-            # XLA would compute with constants while it compiles, for minutes, if it knew these.
-            known = [jnp.asarray(n, bias.dtype) for n in (-jnp.inf, _HIDDEN[bias.dtype.name])]
-            least, hidden = lax.optimization_barrier(known)
-            finite = bias != least  # or NaN
-            self._seen = finite if mask is None else mask & finite
-            bias = jnp.maximum(bias, hidden)
-            self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
+            self.operands, self._seen = self._biased(given["bias"], mask)
+
+    def _biased(self, bias: Array, mask: Array | None) -> tuple[list[Array], Array]:
+        """Returns the bias that includes the mask, and the keys that both leave to see."""
+        bias = self._whole(bias, self._spec.dims["bias"])
+        # XLA would compute with constants while it compiles, for minutes, if it knew these.
+        known = [jnp.asarray(n, bias.dtype) for n in (-jnp.inf, _HIDDEN[bias.dtype.name])]
+        least, hidden = lax.optimization_barrier(known)
+        finite = bias != least  # or NaN
+        bias = jnp.maximum(bias, hidden)
+        if mask is None:
+            return [bias], finite
+        return [jnp.where(mask, bias, hidden)], mask & finite
 
     def _given(self, extras: dict[str, Array]) -> Lengths:
         """Returns the lengths that the user gave, within the arrays, or else the arrays'."""
