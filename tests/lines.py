@@ -19,14 +19,14 @@ MOST_BRANCHES, MOST_PARAMETERS = 20, 10
 # above 20, no function of more than ten parameters but public operations, 5,000 lines of fuse.
 LIMITS = {
     "lines of the package": 26_000,
-    "lines of C++ and CUDA": 6_200,
+    "lines of C++ and CUDA": 6_150,
     "lines of layers/fuse": 7_100,
     "lines of benchmarks": 3_500,
     "files of results": 15,
     "longest module": 700,
     "functions of more than 20 branch points": 38,
-    "functions of more than 40 branch points": 4,
-    "functions of more than 10 parameters": 7,
+    "functions of more than 40 branch points": 3,
+    "functions of more than 10 parameters": 5,
     "names of one letter, in a hundred": 18,
 }
 
