@@ -297,7 +297,7 @@ def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> N
 
 
 def _has_own_head(stored: dict[str, Any]) -> bool:
-    """Tells if the files hold a head that is not a copy of the embeddings."""
+    """True where the files hold a head that is not a copy of the embeddings."""
     head, embedding = (stored.get(_their_name(f"{name}.")) for name in ("head", "embed"))
     if head is None or embedding is None:
         return False

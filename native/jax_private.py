@@ -40,7 +40,7 @@ def present_trace() -> Callable[[], Any]:
 
 
 def is_of(trace: Any, x: Any) -> bool:
-    """Tells if a value is a tracer of this trace; of any, where traces are not known."""
+    """True for a tracer of this trace; for any tracer, where traces are not known."""
     return isinstance(x, Tracer) and trace in (None, getattr(x, "_trace", trace))
 
 

@@ -101,7 +101,7 @@ def near(value: int, unit: int) -> str:
 
 
 def make_record(config: TrainConfig, text_identity: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a checkpoint stores about its run, for `check_resume`."""
+    """The record that a checkpoint stores about its run, for `check_resume`."""
     return {"format": _FORMAT, "config": as_dict(config), "text": text_identity}
 
 

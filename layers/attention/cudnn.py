@@ -50,7 +50,7 @@ def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
 
 
 def kind(capability: int, spec: Spec, avals: Sequence[Any]) -> str:
-    """Returns what `forward` calls for operands of these types; raises Unsupported if nothing."""
+    """The kernels that `forward` calls for operands of these types; Unsupported if none."""
     names: list[str] = []
 
     def run(spec: Spec, call: Call, *operands: Array) -> list[Array]:
@@ -304,7 +304,7 @@ class _Padding:
         self.rows, self.keys = each(rows).astype(jnp.int32), each(count).astype(jnp.int32)
 
     def fits(self, near: Array) -> Array:
-        """Tells if the mask is that of these numbers, of the keys that are `near` each row."""
+        """True where the mask is that of these numbers, of the keys that are `near` each row."""
         return jnp.all(self._seen == self._inside & near)
 
 
@@ -420,7 +420,7 @@ class _Segments:
         self.in_rows = jnp.all(in_rows) & jnp.all(self.ids == others)
 
     def fit(self, limit: int) -> Array:
-        """Tells if a packed call of `limit` segments has their results."""
+        """True where a packed call of `limit` segments has their results."""
         return self.in_rows & (self.most <= limit)
 
 

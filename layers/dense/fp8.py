@@ -352,7 +352,7 @@ class Fp8(Function):
         return quantize(dy, codes, split=len(self.labels[0]), order=self.order)
 
     def widened(self, codes: Array, scale: Array) -> Array:
-        """Returns what codes mean, in the compute dtype."""
+        """The numbers that codes mean, in the compute dtype."""
         wide = compute_dtype(self.dtype)  # float16 has no scales below 2^-24
         return (decoded(codes).astype(wide) * scale.astype(wide)).astype(self.dtype)
 

@@ -63,7 +63,7 @@ class Mlp(Function):
         return replace(self, fp8=self.fp8.with_batch())
 
     def _split(self, flat: Sequence[Any]) -> tuple[Any, list[Any], Any, list[Any]]:
-        """Returns what is x's, in pairs the first kernels' and down's, and the biases'."""
+        """Returns x's part, in pairs the first kernels' and down's, and the biases'."""
         x, *rest = flat
         count = 1 + self.gated.has_up
         pairs = [rest[2 * i : 2 * i + 2] for i in range(count + 1)]
@@ -95,7 +95,7 @@ class Mlp(Function):
         return [dargs[0], *[d for pair in pairs for d in asked(*pair)], *dbiases]
 
     def tangent(self, kept: Kept, tangents: Sequence[Any]) -> list[Array]:
-        """Returns that of the MLP of the dequantized operands, in the compute dtype."""
+        """The tangent of the MLP of the dequantized operands, in the compute dtype."""
         fp8, (dx, of_firsts, of_down, of_biases), terms = self.fp8, self._split(tangents), []
         if kept.down is not None:
             pairs = kept.hidden[:-3]

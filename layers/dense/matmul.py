@@ -253,7 +253,7 @@ class _MatMul(Function):
         return found + [None if d is None else self._kernel_gradient(left, dy, d) for d in each]
 
     def _kernel_gradient(self, x: Array, dy: Array, kernel: Any) -> Array:
-        """Returns that of the kernel, given by its type: the GEMM's output, if in float32."""
+        """The gradient of the kernel, given by its type: the GEMM's output, if in float32."""
         one, sums = self.product, compute_dtype(x.dtype)
         labels = f"{one.x},{one.out}->{one.kernel}"
         plain = functools.partial(self._product, labels, sharding=explicit(kernel))
@@ -276,7 +276,7 @@ class _MatMul(Function):
         return dataclasses.replace(self, product=self.product.with_batch(), value=value)
 
     def with_kernels(self, kept: Any, tangents: Sequence[Any]) -> "_MatMul | None":
-        """Returns the same of several kernels, or of an x for each: it stays one GEMM."""
+        """The product of several kernels, or of an x for each: it stays one GEMM."""
         (args, operand), (dx, *dkernels) = kept, tangents
         of_x, of_kernel = (
             {*flags} - {None} for flags in ((*(args or ()), dx), (operand, *dkernels))

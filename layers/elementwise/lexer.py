@@ -61,7 +61,7 @@ def plain(text: str) -> str:
 
 
 def returns(text: str) -> bool:
-    """Tells if C++ text has a return statement, outside of lambdas, comments and literals."""
+    """True for C++ text with a return statement outside of lambdas, comments and literals."""
     code, before = _masked(text), ""
     while code != before:
         before, code = code, _LAMBDA.sub("()", code)
@@ -136,7 +136,7 @@ def _chosen(lines: Sequence[str], met: bool) -> Iterator[str]:
 
 
 def _is_met(kind: str, text: str, following: str, macros: Any, met: bool) -> bool:
-    """Tells if a branch is taken, where what the text does not define is all defined if `met`."""
+    """True for a branch that is taken, where all names the text lacks are defined if `met`."""
     if match := re.fullmatch(r"(!?)\s*defined\s*\(?\s*(\w+)\s*\)?", text):
         kind, text = "ifndef" if match[1] else "ifdef", match[2]
     if kind == "if":

@@ -281,7 +281,7 @@ def _tangent(loop: Loop, operands: Arrays, tangents: Arrays, *, order: Order) ->
 def _gradients(
     loop: Loop, cts: Any, operands: Any, _: Any, wanted: Sequence[bool], *, order: Order
 ) -> list[Any]:
-    """Returns those of the operands, by one kernel and the sums of broadcast ones."""
+    """The gradients of the operands, by one kernel and the sums of broadcast ones."""
     (ct,), moving = cts, [k for k, wants in enumerate(wanted) if wants]
     function: Any = loop.function
     every = tuple(range(ct.ndim))

@@ -508,7 +508,7 @@ class NormFunction(Function):
         return replace(self, norm=batched(self.norm, 0))
 
     def tangent(self, kept: Any, tangents: Sequence[Any]) -> list[Array]:
-        """Returns that of the definition, which does not depend on the bias."""
+        """The tangent of the definition, which does not depend on the bias."""
         (h, scale, *_), (dh, dscale, dbias) = kept, tangents
         bias = None if dbias is None else jnp.zeros_like(dbias)
         define = functools.partial(define_forward, self.norm)
@@ -517,7 +517,7 @@ class NormFunction(Function):
         return [dy, *own, *[d for d in more if d is not None]]
 
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
-        """Returns those of h, scale and bias: y's by the backward, statistics' in plain JAX."""
+        """The gradients of h, scale and bias: y's by the backward, statistics' in plain JAX."""
         (h, scale, mean, rstd), norm, (dy, *more) = kept, self.norm, cts
         dh = more.pop(0) if self.with_h else None
         found = [dh, None, None]
