@@ -14,20 +14,8 @@ from jax import Array
 
 from ...native.kernel import Kernel, result_types
 from ...native.launch import call_host
-from . import cuda
-from .spec import (
-    PARAMETERS,
-    RESULTS,
-    STATISTICS,
-    Norm,
-    define_apply,
-    define_backward,
-    define_backward_apply,
-    define_forward,
-    define_row_dots,
-    define_row_statistics,
-    operands_of,
-)
+from . import cuda, spec
+from .spec import PARAMETERS, RESULTS, STATISTICS, Norm, operands_of
 
 _WEIGHT = ("centred", "scale_offset", "has_scale")
 _GRADIENT = (*_WEIGHT, "has_residual", "with_dscale", "with_dbias")
@@ -42,7 +30,9 @@ _ATTRIBUTES = {  # the C++ handlers take these
 }
 
 
-def _kernel(name: str, definition: Any, **options: Any) -> Kernel:
+def _kernel(name: str, **options: Any) -> Kernel:
+    definition = getattr(spec, f"define_{name}")
+
     def host(norm: Norm, *operands: Array | None) -> list[Any]:
         arrays = operands_of(name, operands)
         of = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
@@ -93,9 +83,9 @@ def _from_host(norm: Norm, name: str, array: Array, type_: Any) -> Array:
     return array.reshape(tokens, examples, *n).swapaxes(0, 1)
 
 
-forward_kernel = _kernel("forward", define_forward, plain_on_cuda=cuda.is_plain_faster)
-row_statistics_kernel = _kernel("row_statistics", define_row_statistics)
-apply_kernel = _kernel("apply", define_apply)
-backward_kernel = _kernel("backward", define_backward)
-row_dots_kernel = _kernel("row_dots", define_row_dots)
-backward_apply_kernel = _kernel("backward_apply", define_backward_apply)
+forward_kernel = _kernel("forward", plain_on_cuda=cuda.is_plain_faster)
+row_statistics_kernel = _kernel("row_statistics")
+apply_kernel = _kernel("apply")
+backward_kernel = _kernel("backward")
+row_dots_kernel = _kernel("row_dots")
+backward_apply_kernel = _kernel("backward_apply")
