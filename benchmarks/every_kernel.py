@@ -30,7 +30,7 @@ from normfuse.layers.quantization.quantize import Codes
 from normfuse.native.implementation import NATIVE
 from normfuse.native.kernel import Kernel
 
-Example = tuple[Kernel, Any, list[jax.ShapeDtypeStruct]]
+Example = tuple[Kernel, Any, list[jax.ShapeDtypeStruct | None]]
 
 BF16, F32 = "bfloat16", "float32"
 # One row a thread group, a block or several blocks; odd sizes go through the scalar path.

@@ -26,7 +26,7 @@ def kernels() -> dict[str, list[Kernel]]:
     """Returns the kernels of each operation."""
     from .cross_entropy import softmax
     from .dense import epilogue
-    from .norm import op as norms
+    from .norm import kernels as norms
     from .quantization import gated, norm, quantize
 
     return {

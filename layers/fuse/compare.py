@@ -53,8 +53,8 @@ class Comparison:
     def __str__(self) -> str:
         table = [("", "theirs", "ours")]
         for row in self.rows:
-            errors = [f"{error:.1e}" for error in (row.theirs, row.ours)]
-            table.append((row.name, *(["~0", "~0"] if row.is_zero else errors)))
+            shown = lambda error, row=row: "~0" if row.is_zero else f"{error:.1e}"
+            table.append((row.name, shown(row.theirs), shown(row.ours)))
         replaced = str(self.report).splitlines()[-1]
         return "\n".join([*aligned(table), f"beside {self.reference}; replaced: {replaced}"])
 

@@ -20,6 +20,17 @@ from .sites import Left
 _OWN = "custom_jvp_call", "custom_vjp_call"
 
 
+def _counting(x: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields each column of an array of indices that counts a dimension, and that dimension."""
+    *sizes, columns = x.shape
+    for c in range(columns):
+        for d, size in enumerate(sizes):
+            shape = [size if i == d else 1 for i in range(len(sizes))]
+            if (x[..., c] == np.arange(size).reshape(shape)).all():
+                yield c, d
+                break
+
+
 class Plan:
     """The equations that compute values for a chunk of rows.
 
@@ -61,17 +72,13 @@ class Plan:
     def _counts(self, gather: Made) -> Iterator[tuple[int, int]]:
         """Yields a column of indices and the dimension that it counts, as in `x[arange, y]`."""
         program, at = self.program, 0
+        made: Any
         made, name = program.made(gather.ins[1])
         last = len(program.avals[gather.ins[1]].shape) - 1
         joined = name == "concatenate" and made.params["dimension"] == last
         for v in made.ins if joined else [gather.ins[1]]:
-            x: Any = program.const(v)
-            for c in range(program.avals[v].shape[last] if x is not None else 0):
-                for d in range(last):
-                    shape = [n if i == d else 1 for i, n in enumerate(x.shape[:-1])]
-                    if (x[..., c] == np.arange(x.shape[d]).reshape(shape)).all():
-                        yield at + c, d
-                        break
+            if (x := program.const(v)) is not None:
+                yield from [(at + c, d) for c, d in _counting(x)]
             at += program.avals[v].shape[last]
 
     def advance(self, made: Made) -> Step | None:
