@@ -4,6 +4,8 @@ import collections
 import gc
 import os
 
+# pytest-xdist hands its workers a terminal's width, and they have none: tables are not wrapped.
+os.environ.pop("COLUMNS", None)
 # Before JAX is imported: the emulated devices stand in for a mesh on machines without accelerators.
 _flag = "--xla_force_host_platform_device_count"
 if _flag not in os.environ.get("XLA_FLAGS", ""):

@@ -315,7 +315,7 @@ MUTANTS = [
     ),
     Mutant(  # a weight of 0 hides a NaN
         "layers/cross_entropy/softmax.py",
-        "    return slope / jnp.where(bad, labels <= IGNORED, total)",
+        "    return slope / jnp.where(bad, (labels <= IGNORED).astype(total.dtype), total)",
         "    return slope / jnp.where(bad, True, total)",
         "tests/fuse/test_spoiled_losses.py::test_labels_outside_and_weights[take p-weighted]",
     ),

@@ -27,9 +27,9 @@ def journeys():
     "what, limit",
     [
         ("rms_norm", 11),
-        ("rms_norm and gradient", 11),
-        ('nnx.Linear(activation="silu") and gradient', 13),
-        ('nnx.Linear(quantization="fp8") and gradient', 14),
+        ("rms_norm and gradient", 12),
+        ('nnx.Linear(activation="silu") and gradient', 14),
+        ('nnx.Linear(quantization="fp8") and gradient', 15),
     ],
 )
 def test_few_files_from_an_op_to_its_kernel(journeys, what, limit):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.layers.core.op import Op
+from normfuse.layers.core.op import Op, Placement
 from normfuse.native.compiler import Source
 from normfuse.native.implementation import Unsupported
 from normfuse.native.kernel import Kernel
@@ -81,8 +81,10 @@ kernel = Kernel("soft_cap", definition, {"cuda": on_cuda})
 op = Op(
     "soft_cap_op",
     definition,
-    dims=lambda spec, ndim: ([tuple(range(ndim))], [tuple(range(ndim))]),
-    body=lambda spec, split, x, order: kernel(spec, x, order=order),
+    Placement(
+        dims=lambda spec, ndim: ([tuple(range(ndim))], [tuple(range(ndim))]),
+        body=lambda spec, split, x, order: kernel(spec, x, order=order),
+    ),
 )
 
 

@@ -204,7 +204,7 @@ def divided(slope: Array, total: Array, labels: Array) -> Array:
     An ignored row has 0 there.
     """
     bad = (slope == 0) & ~((total > 0) & jnp.isfinite(total))
-    return slope / jnp.where(bad, labels <= IGNORED, total)
+    return slope / jnp.where(bad, (labels <= IGNORED).astype(total.dtype), total)
 
 
 # ---------------------------------------------------------------- CUDA

@@ -183,7 +183,7 @@ def test_a_loss_has_its_factors(name, rows):
     each = LOSSES[name]
     function = each if rows else lambda *args: each(*args).sum()
     args = [draw(0, T, 32), draw(1, 32, V), np.arange(T) * 7 % V]
-    keeps(function, args, "" if "32" in name else "loss")
+    keeps(function, args, "loss")
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.7])
@@ -196,7 +196,9 @@ def test_a_factor_that_operands_would_round_stays(factor):
     args.append(jnp.arange(T) * 7 % V)
     fused = fuse_cases.Fused(total, serves=False)
     assert abs(fused(*args) / total(*args) - 1) < 1e-6
-    assert fused.served() == ({"loss": 1} if factor == 0.5 else {}), fused
+    (row,) = fused.rows
+    by = "linear_cross_entropy" if factor == 0.5 else "rows"  # whose operands stay as they are
+    assert row.served.startswith(by), fused
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
