@@ -248,7 +248,9 @@ class Loss(Site):
     def _outside(self, read: Read, place: Any, lse: Any) -> Any:
         """Returns the part of each row's loss that has no gradient, if its label is outside."""
         if self.outside.endswith("nan"):
-            return jnp.true_divide(0, self._inside(read, place))  # no constant, for jax.debug_nans
+            # The root of -1: no constant, for jax.debug_nans, nor 0 / 0, of which XLA of JAX 0.10
+            # makes 0 beside a constant weight.
+            return jnp.sqrt(self._inside(read, place).astype(jnp.float32) - 1)
         # A label is clipped to the first word, or to the last.
         x, kernel = self._operands(read)
         axis, step, of_words = int(not self.transposed), self.vocabulary - 1, self._logits(read)

@@ -77,7 +77,7 @@ def test_equal_layers_are_traced_once(quantization, monkeypatch):
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_reading_and_matching_call_few_functions_for_an_equation(quantization):
-    """About 190, in FP8 220, however many layers there are."""
+    """About 200, in FP8 225, however many layers there are; before 3.12 with comprehensions."""
 
     def calls(layers):
         closed = jax.make_jaxpr(loss)(*arguments(layers, 2))
@@ -89,7 +89,7 @@ def test_reading_and_matching_call_few_functions_for_an_equation(quantization):
 
     few, many = calls(LAYERS), calls(8 * LAYERS)
     assert many <= 1.02 * few
-    assert many <= 230
+    assert many <= (230 if sys.version_info >= (3, 12) else 260)
 
 
 # ---------------------------------------------------------------- linear in a program's length
