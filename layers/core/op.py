@@ -180,9 +180,8 @@ class Op:
         """Returns results in their places, None in those that are empty."""
         if self.placement is None:
             return list(results)
-        left = iter(results)
         outputs = self.placement.dims_of(spec, operands)[1]
-        return [None if dims is None else next(left) for dims in outputs]
+        return in_places(results, [dims is not None for dims in outputs])
 
     def plain(self, spec: Any, *operands: Array | None) -> list[Any]:
         """Returns the definition's results."""
@@ -377,6 +376,12 @@ def jvp_along(
         return function(*[given.get(i, a) for i, a in enumerate(primals)])
 
     return jax.jvp(moved, [primals[i] for i in along], [*along.values()])
+
+
+def in_places(values: Sequence[Any], there: Sequence[bool]) -> list[Any]:
+    """Returns values in their places, None in those that are empty."""
+    left = iter(values)
+    return [next(left) if each else None for each in there]
 
 
 def all_there(operands: Sequence[Any]) -> Any:

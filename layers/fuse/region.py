@@ -249,7 +249,7 @@ def _body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Arra
         counted = dict(zip(atoms, sizes[before:])), dict(zip(atoms, firsts[before:]))
         return spec.function(Chunk(*counted))(*parts)
 
-    # What has not all dimensions of rows is added up, in float32 at least.
+    # Results without all dimensions of rows are added up, in float32 at least.
     types = jax.eval_shape(lambda: chunk([np.int32(0)] * len(shape), sizes))
     adds = [len(rows) < len(shape) for rows, _ in results]
     sums = [
@@ -547,7 +547,7 @@ def found(
       live: the values that it needs without losses' sites.
       wanted: those that it needs beside all other sites.
     """
-    # What rules read beside what is evaluated: explicit broadcasts of operands.
+    # Rules also read explicit broadcasts of operands, which nothing evaluates.
     live = live.union(*[e.ins for e in program.equations if live & {*e.outs}])
     served: set[int] = set()
     for product in program.equations:

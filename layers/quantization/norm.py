@@ -32,6 +32,7 @@ from ..core.op import (
     Placement,
     Split,
     batch_at,
+    in_places,
     match,
     on_unused_results,
 )
@@ -99,12 +100,7 @@ def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Any) -
     *given, bound = operands
     y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
     codes = cast(spec.codes, y.reshape(-1, y.shape[-1]), bound)
-    return [*_placed(codes, spec.codes.results), *others]
-
-
-def _placed(values: Sequence[Any], there: Sequence[bool]) -> list[Any]:
-    left = iter(values)
-    return [next(left) if each else None for each in there]
+    return [*in_places(codes, spec.codes.results), *others]
 
 
 # ---------------------------------------------------------------- kernels
@@ -223,7 +219,7 @@ def _launch(
         ints=(rows, columns, chosen.group, *tokens),
         floats=(eps, norm.scale_offset, 1 / columns),
     )
-    return _placed(found, (*codes.results, *("H" in types, norm.centred, True) * statistics))
+    return in_places(found, (*codes.results, *("H" in types, norm.centred, True) * statistics))
 
 
 def _named(kernel: str, operands: Sequence[Any]) -> dict[str, Array]:

@@ -14,7 +14,7 @@ PAGES = [*ROOT.glob("*.md"), *(p for f in ("docs", "benchmarks") for p in (ROOT 
 FILE = re.compile(r"[\w./-]+\.(?:py|md|cc|cuh?|h|csv|png|ipynb)\b")
 NAME = re.compile(r"[A-Za-z_][\w.]*(?:\(\))?")
 
-# What others' projects, tools and systems name so.
+# Names of others' projects, tools and systems.
 OTHERS = {
     *("cuda/std/__type_traits/type_list.h", "limits.h", "math.h", "my.h"),
     *("run_clm_flax.py", "run_mlm_flax.py", "run_t5_mlm_flax.py"),
@@ -32,7 +32,7 @@ OTHERS = {
         "manylinux_2_35_x86_64",
     ),
 }
-# What the changelog says is gone.
+# Gone, as the changelog says.
 GONE = {"losses.png", "layer_pattern", "residual_dtype"}
 
 pytestmark = pytest.mark.skipif(

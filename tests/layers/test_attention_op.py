@@ -629,7 +629,7 @@ PLAIN = ["Softmax", "SoftmaxBackward"]
 MASKED = ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"]
 PADDED = MASKED + PLAIN  # a mask may hide nothing but padding
 SQUARE = MASKED + PLAIN * 2  # the same for the mask of `causal`
-# Of all keys and of those that are kept; of these and of the dropped ones.
+# All keys, then those that are kept; these, then the dropped ones.
 DROPPED = ["Softmax", "ScaleBiasSoftmax", *["ScaleBiasSoftmaxBackward"] * 2]
 IDS = jnp.zeros((2, 64), int)
 ON_GPU = {
