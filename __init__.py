@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .layers.accumulate import accumulate_gradients as accumulate_gradients
     from .layers.attention import attention as attention
+    from .layers.compare import compare as compare
     from .layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .layers.dense import dense as dense
     from .layers.dense import gated_dense as gated_dense
     from .layers.dense import gated_product as gated_product
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
-    from .layers.fuse.compare import compare as compare
     from .layers.norm import layer_norm as layer_norm
     from .layers.norm import rms_norm as rms_norm
     from .layers.norm import rms_norm_with_rstd as rms_norm_with_rstd
@@ -68,7 +68,7 @@ _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
     "accumulate_gradients": ".layers.accumulate",
     "attention": ".layers.attention",
-    "compare": ".layers.fuse.compare",
+    "compare": ".layers.compare",
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
     "fallbacks": ".native.implementation",
@@ -79,19 +79,6 @@ _HOME = {  # public name -> the module that defines it
     "linear_cross_entropy": ".layers.cross_entropy",
     "rms_norm": ".layers.norm",
     "rms_norm_with_rstd": ".layers.norm",
-}
-
-_GONE = {  # since version 0.1: public name -> its replacement
-    "FusionReport": "normfuse.layers.fuse.Report",
-    "adaptive_layer_norm": "normfuse.layer_norm(x, scale[:, None], shift[:, None], scale_offset=1)",
-    "adaptive_rms_norm": "normfuse.rms_norm(x, scale[:, None], shift[:, None], scale_offset=1)",
-    "add_layer_norm": "normfuse.layer_norm(x, scale, bias, residual=residual)",
-    "add_rms_norm": "normfuse.rms_norm(x, scale, bias, residual=residual)",
-    "clamped_swiglu": "a function of gate and up in plain JAX, between normfuse.dense and another",
-    "fuse_norms": "normfuse.fuse(function, quantization='fp8')",
-    "gated_rms_norm": "normfuse.rms_norm, times silu(z) before or after it in plain JAX",
-    "norm_dense": "normfuse.dense of normfuse.rms_norm, in a function that normfuse.fuse fuses",
-    "norm_gated_dense": "normfuse.gated_dense of normfuse.rms_norm, as for norm_dense",
 }
 
 _MODULES = {  # name -> the modules of `layers` that have it, each for a framework
@@ -114,13 +101,11 @@ def __getattr__(name: str):
 
         return version("normfuse")
     message = f"module {__name__!r} has no attribute {name!r}"
-    if name in _GONE:
-        message = f"{__name__}.{name} is gone: use {_GONE[name]}"
     if name in _MODULES:
         homes = ", ".join(f"{__name__}.layers.{home}" for home in _MODULES[name])
         message = f"{name} is in the module of your framework: {homes}"
     # `from normfuse import name` drops the message of an AttributeError and writes its own.
-    imported = name in _GONE | _MODULES and sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    imported = name in _MODULES and sys._getframe(1).f_code.co_name == "_handle_fromlist"
     raise (ImportError if imported else AttributeError)(message)
 
 

@@ -18,9 +18,8 @@ from . import modules
 from .core.activations import Activation
 from .core.arguments import Quantization, options_of, unserved
 from .dense.dense import apply as apply_dense
-from .fuse.model import missing
-from .fuse.model import swap as swap
 from .norm import layer_norm, rms_norm
+from .swap import swap as swap
 
 _NOT_GIVEN: Any = object()
 
@@ -269,7 +268,3 @@ class GatedMLP(_Options):
         if type(self.gate) is Linear and isinstance(self.gate.in_features, int):
             x = _checked("GatedMLP", "mlp", x, self.gate.weight.shape[1:])
         return modules.gated_mlp(self, x, Linear)
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name)

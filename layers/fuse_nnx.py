@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from .compare import Comparison, compared
 from .core.arguments import Quantization
 from .fuse import fuse as fuse_arrays
-from .fuse.compare import Comparison, compared
 from .fuse.fuse import check, marked, options_of
 
 F = TypeVar("F", bound=Callable[..., Any])

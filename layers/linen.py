@@ -29,9 +29,8 @@ from .core.arguments import (
 )
 from .dense.dense import apply as apply_dense
 from .dense.gated import mlp as gated_mlp
-from .fuse.model import missing
-from .fuse.model import swap as swap
 from .norm import layer_norm, rms_norm
+from .swap import swap as swap
 
 _KERNEL = nn.linear.default_kernel_init
 _option: Any = functools.partial(dataclasses.field, kw_only=True)
@@ -242,7 +241,3 @@ class GatedMLP(_Linear, nn.Module):
         }
         dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=self.dtype)
         return gated_mlp(x, kernels, biases, **options_of("GatedMLP", self, dtype))
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name)

@@ -26,11 +26,10 @@ from .core.arguments import (
     unserved_of_flax,
 )
 from .dense.dense import apply as apply_dense
-from .fuse.model import missing
-from .fuse.model import swap as swap
 from .fuse_nnx import compare as compare
 from .fuse_nnx import fuse as fuse
 from .norm import layer_norm, rms_norm
+from .swap import swap as swap
 
 
 class _Norm:
@@ -272,7 +271,3 @@ def _check_features(argument: str, x: Array, layer: Linear) -> None:
         raise ValueError(
             f"{argument} must have in_features={features} as the last axis, got shape {x.shape}"
         )
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name)

@@ -876,10 +876,10 @@ MUTANTS = [
         "tests/fuse/test_everywhere.py::test_rows_of_losses_say_what_is_compiled[partly manual]",
     ),
     Mutant(
-        "layers/fuse/compare.py",
+        "layers/compare.py",
         "same = (y == exact) | np.isnan(y) & np.isnan(exact)",
         "same = (y == exact) | np.isnan(y) | np.isnan(exact)",
-        "tests/fuse/test_compare.py::test_results_that_are_not_finite",
+        "tests/layers/test_compare.py::test_results_that_are_not_finite",
     ),
     Mutant(
         "layers/fuse/closure.py",
@@ -932,7 +932,7 @@ MUTANTS = [
         "tests/fuse/test_front.py::test_rows_fit_the_terminal",
     ),
     Mutant(  # what is wrong in ours alone counts as zero
-        "layers/fuse/compare.py",
+        "layers/compare.py",
         "and size <= least",
         "",
         "tests/fuse/test_front.py::test_a_large_error_is_no_zero",

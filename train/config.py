@@ -242,26 +242,6 @@ def preset_config(preset: Preset) -> TrainConfig:
     return TrainConfig(preset=preset, model=model_flags(model), **settings)
 
 
-# Flags that are no longer there, and what replaces them.
-_GONE = {
-    "tensorboard": "read OUT_DIR/metrics.jsonl",
-    "lock-timeout": "a run whose --out-dir is in use fails at once",
-    **dict.fromkeys(("guard", "spike"), "a run stops before an update that is not finite"),
-    "data.documents": "--data.path takes JSON Lines, several files or a dataset",
-    "profile": "run `nsys profile normfuse train …`, or trace steps of your own",
-    "watchdog": "end a run that hangs by `timeout`",
-    "mesh.keep-gathered": "--model.remat none gathers kernels once",
-    "mesh.parts": "leave it out",
-    **{f"sample.{name}": "use `normfuse generate`" for name in ("prompt", "tokens", "temperature")},
-}
-_GONE |= dict.fromkeys(
-    """model.activation model.attention-softcap model.gated model.layer-pattern
-    model.local-rope-theta model.logits-softcap model.norm-offset model.norms model.qk-norm-over
-    model.query-scale-dim model.scale-embeddings""".split(),
-    "the transformer is Llama's, Mistral's or Qwen's; `normfuse.fuse` a model of your own",
-)
-
-
 def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, list[str]]:
     """Returns the configuration that flags change, and them after those of the file of `--config`.
 
@@ -277,10 +257,6 @@ def defaults(flags: list[str], preset: Preset = "tiny") -> tuple[TrainConfig, li
     """
     if path := flag_value(flags, "--config"):
         flags = [*_file_flags(expanded(path, "--config")), *flags]
-    for word in flags:
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag[2:] in _GONE:
-            raise UsageError(f"{flag} is no longer there: {_GONE[flag[2:]]}.")
     preset = cast(Preset, flag_value(flags, "--preset") or preset)
     # tyro reports an unknown one
     config = preset_config(preset if preset in get_args(Preset) else "tiny")

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -133,11 +132,6 @@ def make_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return Bytes()
-    if re.fullmatch("bpe:[0-9]+", name):
-        raise UsageError(
-            f"--data.tokenizer {name}: normfuse trains no tokenizer any more. Train one by the "
-            "package `tokenizers` (docs/guides/training.md has the command), and give its file."
-        )
     return read_tokenizer(expanded(name, "--data.tokenizer"))
 
 

@@ -43,8 +43,6 @@ _USAGE = [
     ({"config": "/nowhere.yaml"}, ["--config /nowhere.yaml cannot be read"]),
     ({"init-from": "/nowhere"}, ["--init-from /nowhere cannot be read", "config.json"]),
     ({"model.rope-scaling.factor": 0.5}, ["rope-scaling", "factor=0.5"]),
-    ({"tensorboard": True}, ["--tensorboard", "metrics.jsonl"]),
-    ({"sample.tokens": 9}, ["--sample.tokens is no longer there", "normfuse generate"]),
     ({"data.tokenizer": __file__}, [f"{__file__} is not a valid tokenizer.json", "`byte`"]),
     ({"mesh.dta": 3}, ["--mesh.dta", "Perhaps you meant", "--mesh.data"]),
     ({"preset": "huge"}, ["huge", "tiny"]),

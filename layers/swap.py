@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
-from ..core.arguments import Quantization
-from .fuse import Options, fuse, options_of
+from .core.arguments import Quantization
+from .fuse.fuse import Options, fuse, options_of
 
 M = TypeVar("M")
 # The frameworks' packages, and the method of a module that is its call.
@@ -79,7 +79,7 @@ def swap(
     options = options_of("swap", fuse, quantization, skip, report, require)
     of_framework = fuse
     if framework == "flax.nnx":
-        from ..fuse_nnx import fuse as of_framework  # imports Flax
+        from .fuse_nnx import fuse as of_framework  # imports Flax
 
     return _swapped(model, Call(method, of_framework, options))
 
@@ -130,21 +130,3 @@ def _subclass(base: type, call: Call) -> type:
     pytree = getattr(base, "_pytree__is_pytree", None)  # Flax nnx's
     options = {} if pytree is None else {"pytree": pytree}
     return type(base)(base.__name__, (base,), body, **options)
-
-
-_GONE = {  # since version 0.1: what to use in place of a name
-    "DenseGeneral": "Flax's, in a function that fuse fuses",
-    "Einsum": "Flax's, in a function that fuse fuses",
-    "LinearGeneral": "Flax's, in a function that fuse fuses",
-    "NormDense": "RMSNorm, then Linear or Dense, in a function that fuse fuses",
-    "accumulate_gradients": "normfuse.accumulate_gradients with state= (docs/guides/dense.md)",
-    "fuse_norms": "fuse(function, quantization='fp8')",
-    "unswap": "the model that was given to swap, which stays as it was",
-}
-
-
-def missing(module: str, name: str) -> AttributeError:
-    """Returns the error for a name that a framework's module lacks."""
-    if name in _GONE:
-        return AttributeError(f"{module}.{name} is gone: use {_GONE[name]}")
-    return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 from fuse_cases import draw
 
-import normfuse
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
@@ -210,24 +209,3 @@ def test_a_bound_linen_model_is_refused():
     variables = LinenModel().init(jax.random.key(0), X)
     with pytest.raises(ValueError, match="LinenModel is bound to variables; swap it before"):
         ours_linen.swap(LinenModel().bind(variables))
-
-
-def test_removed_names_say_what_replaces_them():
-    for module, name in (
-        (normfuse, "fuse_norms"),
-        (normfuse, "FusionReport"),
-        (normfuse, "add_rms_norm"),
-        (normfuse, "norm_dense"),
-        (normfuse, "norm_gated_dense"),
-        (normfuse, "clamped_swiglu"),
-        (normfuse, "gated_rms_norm"),
-        (ours_nnx, "fuse_norms"),
-        (ours_nnx, "LinearGeneral"),
-        (ours_nnx, "accumulate_gradients"),
-        *((module, "Einsum") for module in (ours_nnx, ours_linen)),
-        (ours_linen, "DenseGeneral"),
-        *((module, "unswap") for module in (ours_nnx, ours_eqx, ours_linen)),
-        *((module, "NormDense") for module in (ours_nnx, ours_eqx, ours_linen)),
-    ):
-        with pytest.raises(AttributeError, match=rf"{name} is gone: .*"):
-            getattr(module, name)

@@ -8,10 +8,16 @@ from flax import nnx
 from jax import lax
 
 import normfuse
+from normfuse.layers import compare as module
 from normfuse.layers import nnx as ours_nnx
-from normfuse.layers.fuse import compare as module
+from normfuse.layers.fuse import losses
 
 bf16, f32 = jnp.bfloat16, jnp.float32
+
+
+@pytest.fixture(autouse=True)
+def small_vocabularies(monkeypatch):
+    monkeypatch.setattr(losses, "SMALLEST", 8)
 
 
 def draw(seed, *shape, dtype=f32):

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...native.jaxpr import JIT, KERNELS, REMAT, evaluate, results_of
-from .closure import is_array
-from .fuse import Quantization, Skip, check, fuse, skip_of
-from .sites import Report, aligned
+from ..native.jaxpr import JIT, KERNELS, REMAT, evaluate, results_of
+from .fuse.closure import is_array
+from .fuse.fuse import Quantization, Skip, check, fuse, skip_of
+from .fuse.sites import Report, aligned
 
 
 @dataclasses.dataclass(frozen=True)
