@@ -42,7 +42,7 @@ GONE = {
         "add_layer_norm",
         "gated_rms_norm",
     ),
-    *("norm_dense", "norm_gated_dense", "clamped_swiglu", "LinearGeneral", "Einsum"),
+    *("norm_dense", "norm_gated_dense", "clamped_swiglu", "LinearGeneral", "Einsum", "bpe"),
 }
 RECORDS = {"CHANGELOG.md", *(p.name for p in (ROOT / "benchmarks" / "results").glob("*.md"))}
 
