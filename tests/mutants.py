@@ -956,10 +956,35 @@ MUTANTS = [
         "tests/fuse/test_front.py::test_what_is_required_is_served_or_an_error",
     ),
     Mutant(
-        "layers/fuse/products.py",
-        "if own not in made_of and is_first and own.matrices <= most:",
-        "if own not in made_of and is_first and own.matrices < most:",
+        "layers/fuse/parameters.py",
+        "looks_less and strength(own) <= strongest:",
+        "looks_less and strength(own) < strongest:",
         "tests/fuse/test_idioms.py::test_what_is_a_parameter[a hypernetwork of arrays-False]",
+    ),
+    Mutant(  # a kernel has fewer dimensions than rows, whatever is differentiated
+        "layers/fuse/parameters.py",
+        "rank = lambda i: (origins[i].differentiated, origins[i].matrices,",
+        "rank = lambda i: (origins[i].matrices,",
+        "tests/fuse/test_idioms.py::test_a_kernel_may_have_more_dimensions_than_rows"
+        "[differentiated, beside a batch of more]",
+    ),
+    Mutant(
+        "layers/fuse/parameters.py",
+        "own[:1] != own[-1:] and own[0] in contract and own[-1] not in contract, -len(own)",
+        "False, -len(own)",
+        "tests/fuse/test_idioms.py::test_a_kernel_may_have_more_dimensions_than_rows[arrays]",
+    ),
+    Mutant(  # a codebook is a head
+        "layers/fuse/parameters.py",
+        "and not _is_codebook(g, made, root):",
+        "and True:",
+        "tests/fuse/test_choices.py::test_a_choice_keeps_the_product[a codebook, by cosines]",
+    ),
+    Mutant(  # any array with a tangent is a parameter
+        "layers/fuse/closure.py",
+        "return False  # it is computed from such an array",
+        "return True",
+        "tests/fuse/test_idioms.py::test_what_is_computed_from_parameters_is_none",
     ),
     Mutant(
         "layers/fuse/program.py",

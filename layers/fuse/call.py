@@ -86,9 +86,9 @@ class Call:
 
     def origins(self) -> tuple[list[Origin], Closure]:
         """Returns the origins of the arrays, and those of what the function closes over."""
-        function, args, kwargs = self._call
-        of_leaves = zip(origins_of(args, kwargs), self._are_arrays)
-        return [origin for origin, is_a in of_leaves if is_a], Closure(function)
+        (function, args, kwargs), consts = self._call, self.program.consts
+        of_leaves = zip(origins_of(args, kwargs, consts), self._are_arrays)
+        return [origin for origin, is_a in of_leaves if is_a], Closure(function, consts)
 
     def whole(self, values: Sequence[Any]) -> Any:
         """Returns the function's results, given the program's; objects get what they keep."""

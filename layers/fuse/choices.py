@@ -15,7 +15,7 @@ finds every value that chooses:
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from ...native.jaxpr import bodies
 from .constants import COMPARED
 from .labels import MOVED, UNCHANGED
+from .parameters import ends_choices
 from .program import Equation, Program, inner_programs
 
 Reasons = list[str | None]
@@ -40,7 +41,6 @@ _MULTIPLY = "attention", "cross_entropy", "product", "tangent"
 _LAID_OUT = frozenset(
     (*MOVED, *UNCHANGED, "copy_p", "reduce_precision", "reshard", "stop_gradient")
 )
-_PARTS = _LAID_OUT | {"slice", "dynamic_slice"}
 _FOLLOWED = _LAID_OUT | frozenset(
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
     "asin asinh atan atan2 atanh cbrt clamp complex concatenate conj cos cosh cumlogsumexp cummax "
@@ -93,10 +93,8 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
     is_infinite = lambda v: not math.isfinite(g.number(v) or 0)
     if ours and any(part in name for part in _MULTIPLY):
         return
-    if name == "dot_general":
-        _, (batch, _) = equation.params["dimension_numbers"]
-        if _is_kernel(g, ins, 1, batch) or _is_kernel(g, ins, 0, batch):
-            return
+    if name == "dot_general" and ends_choices(g, equation):
+        return
     if name in COMPARED and (ins[0] == ins[1] or any(map(is_infinite, ins))):
         return
     if name in _CHOOSE or name in COMPARED:
@@ -113,24 +111,6 @@ def _through(g: Program, equation: Equation, outs: Reasons) -> Iterator[tuple[in
             return
         why = _unknown(name)
     yield from ((v, why) for v in ins)
-
-
-def _is_kernel(g: Program, ins: Sequence[int], i: int, batch: Any) -> bool:
-    """Tells if an operand of a product is a parameter, however it lies, or made of them alone.
-
-    An array by itself before what is computed is none: a graph's adjacency, as a rule.
-    """
-    v = ins[i]
-    made, _ = g.made(g.root(v, lambda made: made.name in _PARTS))
-    if made is None and i == 1:
-        return g.number(v) is None
-    own, others = (g.made_of.get(u, frozenset()) for u in (v, ins[1 - i]))
-    most, of_all = (max((o.matrices for o in made_of), default=0) for made_of in (own, others))
-    if made is None:
-        return g.number(v) is None and most != 1
-    if batch or not own or any(o.is_data for o in own):
-        return False
-    return len(own) == 1 if own.isdisjoint(others) else own < others and 1 < most == of_all
 
 
 def _unknown(name: str) -> str:

@@ -9,6 +9,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,15 +33,22 @@ class Origin:
       matrices: how many floating-point arrays with two dimensions or more it holds; a model holds
         more than a batch.
       closed_over: the function closes over it.
-      is_doubtful: it is an array by itself, and no parameter beside constants: the only matrix
-        among the arguments, or no derivative by it is being taken, as far as can be seen.
+      alone: it is an array by itself.
+      differentiated: a derivative by it is being taken, as far as tracers tell, and it is not the
+        only matrix.
     """
 
     name: Any
     is_data: bool = False
     matrices: int = 0
     closed_over: bool = False
-    is_doubtful: bool = False
+    alone: bool = False
+    differentiated: bool = False
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Tells if it is no parameter beside constants."""
+        return self.alone and not self.differentiated
 
     @property
     def as_data(self) -> str:
@@ -68,19 +76,39 @@ def _is_floating(x: Any) -> bool:
     return is_array_like and jnp.issubdtype(x.dtype, jnp.floating)  # no class of numbers is one
 
 
-def origins_of(args: Any, kwargs: Any) -> list[Origin]:
-    """Returns for each leaf which argument it is a part of; integers are none's parameters."""
+def origins_of(args: Any, kwargs: Any, closed_over: Sequence[Any] = ()) -> list[Origin]:
+    """Returns for each leaf which argument it is a part of; integers are none's parameters.
+
+    closed_over: the arrays that the function closes over.
+    """
     found = []
-    several = _matrices(jax.tree.leaves((args, kwargs))) > 1
+    moved = [x for x in closed_over if _tangent(x) is not None]
+    several = _matrices([*moved, *jax.tree.leaves((args, kwargs))]) > 1
     for name, part in [*enumerate(args), *sorted(kwargs.items())]:  # the order of a tree's leaves
         leaves = jax.tree.leaves(part)
-        # JAX's tracers of derivatives hold the array and its tangent.
-        differentiated = isinstance(part, Tracer) and hasattr(part, "tangent")
-        doubtful = is_array(part) and not (differentiated and several)
-        own = Origin(name, False, _matrices(leaves), False, doubtful)
+        own = Origin(name, matrices=_matrices(leaves), alone=is_array(part))
+        both = own, replace(own, differentiated=several)
         integers = Origin(name, is_data=True)
-        found += [own if _is_floating(leaf) else integers for leaf in leaves]
+        found += [both[_tangent(x) is not None] if _is_floating(x) else integers for x in leaves]
     return found
+
+
+def _tangent(x: Any) -> Any:
+    """Returns the tangent that a tracer of a derivative holds beside the array; None of others."""
+    while isinstance(inner := getattr(x, "val", None), Tracer):  # within vmap
+        x = inner
+    return getattr(x, "tangent", None) if isinstance(x, Tracer) else None
+
+
+def _is_moved(x: Any) -> bool:
+    """Tells if a derivative by an array itself, or by what it is cast from, is being taken."""
+    if (tangent := _tangent(x)) is None or not _is_floating(x):
+        return False
+    while (made := getattr(tangent, "parent", None)) is not None:
+        if made.primitive.name != "convert_element_type":
+            return False  # it is computed from such an array
+        (tangent,) = made.in_tracers
+    return True
 
 
 def _matrices(leaves: Sequence[Any]) -> int:
@@ -91,14 +119,22 @@ def _matrices(leaves: Sequence[Any]) -> int:
 
 
 class Closure:
-    """The origins of the arrays that a function closes over, read when the first is asked for."""
+    """The origins of the arrays that a function closes over, read when the first is asked for.
 
-    def __init__(self, function: Callable[..., Any]):
+    arrays: those that its program reads. Where a derivative is being taken by some of them, these
+    are one model, however the function holds them.
+    """
+
+    def __init__(self, function: Callable[..., Any], arrays: Sequence[Any] = ()):
         self._function = function
+        moved = [x for x in arrays if _is_moved(x)]
+        self._moved = {id(x) for x in moved}
+        self._model = Origin("closed over", matrices=_matrices(moved), differentiated=True)
 
     def get(self, key: int, default: Origin) -> Origin:
         """Returns the origin of the array with this id."""
-        return self._origins.get(key, default)
+        found = self._origins.get(key, default)
+        return self._model if found.is_data and key in self._moved else found
 
     @functools.cached_property
     def _origins(self) -> dict[int, Origin]:

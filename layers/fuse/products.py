@@ -25,6 +25,7 @@ from .activations import Activations
 from .choices import chosen
 from .indices import two_valued
 from .labels import MOVED, UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, peel, size
+from .parameters import kernel_side
 from .program import Equation, Program, is_precise
 from .scores import ScoreForms
 from .sites import Left, Read, Site, called, of_equations
@@ -145,7 +146,7 @@ class Products:
         dtypes = [v.aval.dtype for v in made.eqn.invars]
         if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes) or batch != ((), ()):
             raise Left("")
-        which = self._kernel_side(made)
+        which = kernel_side(g, made)
         x_side = 1 - which
         dims = [fresh(g.avals[v].shape) for v in made.ins]
         to = {b: dims[x_side][a] for a, b in zip(contract[x_side], contract[which])}
@@ -175,41 +176,6 @@ class Products:
             dtype=jnp.promote_types(*dtypes),
             dims=out_dims,
         )
-
-    def _kernel_side(self, made: Equation) -> int:
-        """Returns which operand is the parameter.
-
-        A parameter is a part of an argument, or of a tree of arrays that the function closes over.
-        The other operand has to depend on something else. Where both may be parameters, it is the
-        one of fewer dimensions, or of the argument that holds more matrices, or the second one.
-        """
-        g = self.program
-        origins = [g.origin(v) for v in made.ins]
-        ndims = [g.avals[v].ndim for v in made.ins]
-        may_be = [o is not None and not o.is_data for o in origins]
-        if may_be == [True, True]:
-            if origins[0] == origins[1] and max(ndims) < 3:
-                raise Left("a product of two parameters")
-            return max((0, 1), key=lambda i: (-ndims[i], origins[i].matrices, i))
-        others = [g.made_of.get(v, frozenset()) for v in made.ins]
-        if may_be == [False, False]:
-            data = [o for o, of in zip(origins, others[::-1]) if o is not None and of - {o}]
-            raise Left(data[0].as_data if data else "")
-        which = may_be.index(True)
-        own, made_of = origins[which], others[1 - which]
-        if not made_of:
-            raise Left("a product of a parameter with constants")
-        if made_of == {own}:
-            raise Left("a product of a parameter with what is made of parameters alone")
-        if own.is_doubtful and all(o.closed_over and o.is_data for o in made_of):
-            raise Left(own.as_data)
-        most = max(o.matrices for o in made_of)
-        is_first = (ndims[which] - ndims[1 - which] or 1 - 2 * which) > 0
-        if own not in made_of and is_first and own.matrices <= most:
-            raise Left("its kernel is made of parameters")
-        if own in made_of and own.matrices == 1 and (is_first or most > 1):
-            raise Left("a product of an array with what is made of it")
-        return which
 
     def peeled(
         self, v: int, dims: Dims, casts: bool = False, repeated: bool = False, names: bool = True

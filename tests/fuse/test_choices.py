@@ -20,6 +20,7 @@ R, W, X = 32, 32, 16
 f32 = jnp.float32
 sigmoid = jax.nn.sigmoid
 EXPERTS = np.asarray(draws((X, W))[0])
+CODES = draws((24, X))[0]
 KEY = np.asarray([0, 7], np.uint32)
 
 
@@ -27,6 +28,10 @@ def of_best(scores):
     """The mean of two experts."""
     values, index = lax.top_k(scores, 2)
     return (jnp.asarray(EXPERTS)[index] * values[..., None]).sum(-2)
+
+
+def distances(z, codes):
+    return (codes**2).sum(-1) - 2 * z @ codes.T  # but for the squares of z
 
 
 @jax.custom_jvp
@@ -86,6 +91,12 @@ ROUTERS = {  # functions of x, the router's kernel and a vector
     "of this library": lambda x, w, b: of_best(dense(x, w)),
     "of this library, activated": lambda x, w, b: of_best(dense(x, w, b, activation="sigmoid")),
     "of this library, gated": lambda x, w, b: of_best(gated_dense(x, w, w)),
+    "a codebook": lambda x, w, b: CODES[jnp.argmin(distances(x @ w, CODES), -1)],
+    "a codebook, its indices alone": lambda x, w, b: jnp.argmin(distances(x @ w, CODES), -1),
+    "a codebook, by cosines": lambda x, w, b: (
+        jax.nn.one_hot(jnp.argmax(x @ w @ CODES.T, -1), len(CODES)) @ CODES
+    ),
+    "a codebook that is a parameter": lambda x, w, b: w[jnp.argmax(jnp.sin(x @ w) @ w.T, -1)],
     "an unknown operation": lambda x, w, b: jnp.linalg.qr(x @ w)[0],
 }
 
@@ -119,6 +130,7 @@ PLAIN = {
     "of a user's own derivative": of_user_backwards,
     "a linear recurrence": lambda z: lax.scan(lambda c, x: (0.9 * c + x, c), z[0], z)[1],
     "added at indices": lambda z: jnp.zeros((8, W)).at[np.arange(R) % 8].add(z),
+    "a head": lambda z: jnp.argmax(jnp.sin(z) @ EXPERTS.T + EXPERTS[:, 0], -1).astype(f32),
     "attention, then logits": lambda z: jnp.argmax(
         jax.nn.dot_product_attention(*[z.reshape(1, R, 4, 8)] * 3).reshape(R, W) @ EXPERTS.T, -1
     ).astype(f32),

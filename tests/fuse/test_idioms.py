@@ -328,12 +328,17 @@ LOW_RANK = {"b": P["b"], "c": P["c"]}
 tanh = jnp.tanh
 # (function, its arguments, how many products FP8 serves, the reason of another one)
 KINDS = {
-    "rows and a NumPy table": (lambda x: tanh(x @ DFT), (X,), 0, "argument 0 is taken for data"),
+    "rows and a NumPy table": (
+        lambda x: tanh(x @ DFT),
+        (X,),
+        0,
+        "an array, which the function closes over, is taken for data",
+    ),
     "pooled rows, beside parameters": (
         lambda p, x: tanh(tanh(POOL @ x) @ p["a"]),
         (P, X),
         1,
-        "argument 1 is taken for data",
+        "POOL, which the function closes over, is taken for data",
     ),
     "rows and iota": (
         lambda x: tanh(x @ jnp.cos(jnp.outer(*[jnp.arange(W) / W] * 2))),
@@ -403,6 +408,12 @@ KINDS = {
     ),
     "a kernel at the left": (lambda p, x: tanh(p["a"] @ tanh(p["a"] @ x.T)), (P, X), 2, ""),
     "a model closed over": (lambda x: tanh(tanh(x @ P["a"]) @ P["b"]), (X,), 2, ""),
+    "one kernel of a tree, at the left": (
+        lambda p, x: tanh(p["a"] @ tanh(x.T)),
+        ({"a": P["a"]}, X),
+        1,
+        "",
+    ),
     "noise": (
         lambda p, key: tanh(jax.random.normal(key, (R, W)) @ p["a"]),
         (P, jax.random.key(0)),
@@ -428,3 +439,68 @@ def test_a_row_names_what_the_function_closes_over():
     jax.eval_shape(fused, X)
     (row,) = fused.rows
     assert row.what == f"product {R} x {W} -> {W}, float32, by P", fused
+
+
+HEADS_KERNEL = draw(5, W, 4, 32)
+
+
+@pytest.mark.parametrize(
+    "args, by",
+    [
+        ((X, {"k": HEADS_KERNEL, "b": P["b"]}), None),
+        ((X, HEADS_KERNEL), None),
+        (({"x": X, "y": X}, {"k": HEADS_KERNEL}), 1),
+    ],
+    ids=["a tree of more matrices", "arrays", "differentiated, beside a batch of more"],
+)
+def test_a_kernel_may_have_more_dimensions_than_rows(args, by):
+    """It is the differentiated one; else that of the larger tree, or contracted by its first."""
+
+    def function(x, k):
+        (x, *_), (k, *_) = (jax.tree.leaves(x), [*jax.tree.leaves(k)][::-1])
+        return tanh(jnp.einsum("rw,wnh->rnh", x, k)).sum()
+
+    fused = fuse_cases.Fused(function, quantization="fp8")
+    jax.eval_shape(fused if by is None else jax.grad(fused, by), *args)
+    (row,) = fused.rows
+    assert row.what == f"product {R} x {W} -> 128, float32", fused
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_parameters_that_are_closed_over_one_by_one(jitted):
+    """What a derivative is being taken by are parameters, also as variables; no stopped ones."""
+    rows = []
+
+    def loss(p, x):
+        a, b, c, table = p["a"], p["b"], p["c"].astype(jnp.bfloat16), jax.lax.stop_gradient(p["d"])
+        mlp = lambda x: tanh(((jax.nn.silu(x @ a) * (x @ a)) @ b) @ c) @ table
+        fused = fuse_cases.Fused(lambda x: mlp(x).sum(), quantization="fp8")
+        y = fused(x)
+        rows.append([(row.domain, row.served or row.reason) for row in fused.rows])
+        return y
+
+    params = P | {"d": TABLE}
+    gradient = jax.grad(loss)
+    got = (jax.jit(gradient) if jitted else gradient)(params, X)
+    assert rows[-1] == [
+        ("mlp", "GatedMLP, fp8"),
+        ("product", "dense, fp8"),
+        ("product", "table, which the function closes over, is taken for data"),
+    ]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
+
+
+def test_what_is_computed_from_parameters_is_none():
+    """An array that the function closes over has a tangent, too, if parameters made it."""
+
+    def loss(p, x):
+        h = tanh(x @ p["a"])
+        fused = fuse_cases.Fused(lambda p: tanh(tanh(h @ p["a"]) @ h.T).sum(), quantization="fp8")
+        y = fused(p)
+        assert [row.reason for row in fused.rows] == [
+            "",
+            "h, which the function closes over, is taken for data",
+        ], fused
+        return y
+
+    jax.eval_shape(jax.grad(loss), P, X)
