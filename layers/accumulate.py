@@ -1,21 +1,19 @@
 """Gradients summed over microbatches, without rounding, in the GEMMs that compute them."""
 
-import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import Trace, Tracer
+from jax.core import Tracer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..native import jax_private
 from ..native.dtypes import NARROW
-from ..native.jaxpr import JIT, REMAT, evaluate, inner, results_of
+from ..native.jaxpr import JIT, REMAT, evaluate, held_by_rules, results_of
 from .dense.matmul import kernel_p
 
 _OP = "accumulate_gradients"
@@ -160,7 +158,7 @@ def _gradient(
 
     def linked_loss(floating: list[Array], zeros: list[Any], batch: Any) -> tuple[Array, Any]:
         program, shape = jax.make_jaxpr(loss, return_shape=True)(floating, batch)
-        if _close_over_tracers(_functions(program.jaxpr)):
+        if any(isinstance(x, Tracer) for x in held_by_rules(program).values()):
             return loss(floating, batch)  # these have died with the trace
         linked = [a if z is None else _Kernel(a, z) for a, z in zip(floating, zeros)]
         results = _plain(evaluate(program, [*linked, *jax.tree.leaves(batch)], _step))
@@ -172,28 +170,6 @@ def _gradient(
         return value, aux, [g if m is None else g.astype(m.dtype) + m for g, m in zip(own, mains)]
 
     return gradient
-
-
-def _functions(jaxpr: Any) -> Iterator[Any]:
-    """Yields what the derivatives of a user's own in a program are made of."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            yield from (value for value in eqn.params.values() if not hasattr(value, "jaxpr"))
-        for body in inner(eqn):
-            yield from _functions(body)
-
-
-def _close_over_tracers(functions: Iterator[Any]) -> bool:
-    stack, seen = [*functions], set()
-    for part in stack:  # all that they hold, but for what modules and traces hold
-        is_global = isinstance(part, dict) and "__builtins__" in part
-        if id(part) not in seen and not is_global and not isinstance(part, _APART):
-            seen.add(id(part))
-            stack += gc.get_referents(part)
-    return any(isinstance(part, Tracer) for part in stack)
-
-
-_APART = ModuleType, type, Trace
 
 
 def _specs_of(specs: Any, structure: Any) -> list[P | None]:

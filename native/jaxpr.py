@@ -1,13 +1,16 @@
 """Walking through jaxprs: an equation's operands, results and line, and the programs within it."""
 
 import functools
+import gc
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, ModuleType
 from typing import Any
 
 import jax
+from jax.core import Trace
 
 JIT = "jit", "pjit"
 REMAT = "remat2", "checkpoint"
@@ -61,6 +64,45 @@ def bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
 def inner(eqn: Any) -> Iterator[Any]:
     for _, _, body in bodies(eqn):
         yield getattr(body, "jaxpr", body)
+
+
+def held_by_rules(program: Any) -> dict[int, Any]:
+    """Returns what rules of derivatives in a program hold, by their ids.
+
+    That is all that they close over, and of objects the attributes that the rules' code names: a
+    module that a rule closes over for a number of its own holds many arrays that no rule reads.
+    """
+    stack, found = [*_rules(getattr(program, "jaxpr", program))], {}
+    names, objects = set(), []
+    while stack:
+        part = stack.pop()
+        is_global = isinstance(part, dict) and not part.keys().isdisjoint(_OF_MODULES)
+        if id(part) not in found and not is_global and not isinstance(part, ModuleType | type):
+            found[id(part)] = part
+            names.update(part.co_names if isinstance(part, CodeType) else ())
+            if isinstance(part, Trace):
+                stack += [x for x in gc.get_referents(part) if isinstance(x, Trace)]
+            elif type(part).__module__.split(".")[0] in _WITHOUT_NAMES:
+                stack += gc.get_referents(part)
+            elif type(own := getattr(part, "__dict__", None)) is dict:
+                objects.append(own)
+        if not stack:
+            stack = [own[name] for own in objects for name in names & own.keys()]
+            stack = [x for x in stack if id(x) not in found]
+    return found
+
+
+_OF_MODULES = "__builtins__", "__build_class__"
+_WITHOUT_NAMES = "builtins", "functools", "jax", "jaxlib"
+"""Modules of containers and of functions, all that they hold is looked at."""
+
+
+def _rules(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            yield from (value for value in eqn.params.values() if not hasattr(value, "jaxpr"))
+        for body in inner(eqn):
+            yield from _rules(body)
 
 
 def rebuilt(

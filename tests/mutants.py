@@ -893,11 +893,18 @@ MUTANTS = [
         "if False:",
         "tests/fuse/test_front.py::test_what_objects_keep_is_there_afterwards[a named tuple]",
     ),
-    Mutant(  # what derivatives' rules close over becomes a result
+    Mutant(  # rules of derivatives get values of a trace that has ended
+        "layers/fuse/call.py",
+        "self.is_lost = self._leaks.in_rules and not raised",
+        "self.is_lost = False",
+        "tests/fuse/test_front.py"
+        "::test_rules_of_derivatives_that_hold_values_of_the_loss[within remat]",
+    ),
+    Mutant(  # all objects are looked at for each rule
         "layers/fuse/leaks.py",
-        "if id(holder) in rules or",
-        "if",
-        "tests/fuse/test_front.py::test_what_is_alive_in_rules_of_derivatives_alone_is_no_result",
+        "if not self.in_rules and not _is_held_elsewhere(trace(), rules):",
+        "if False:",
+        "tests/fuse/test_front.py::test_rules_of_derivatives_cost_no_collection_of_garbage",
     ),
     Mutant(
         "layers/fuse/leaks.py",

@@ -20,6 +20,7 @@ class Call:
     Attributes:
       arrays: those among the arguments.
       program: the traced program of these arrays.
+      is_lost: a rule of a derivative keeps a value of the program, so that it cannot run later.
 
     Raises: what the function raises.
       ValueError: for a change of an object that would be lost.
@@ -45,7 +46,8 @@ class Call:
             closed = jax.make_jaxpr(call)(self.arrays)
         self._leaks = Leaks(closed, self._trace)
         self.program = self._leaks.program
-        if self._leaks.refused and not raised:
+        self.is_lost = self._leaks.in_rules and not raised
+        if self._leaks.refused and not raised and not self.is_lost:
             error = (
                 f"fuse: {self._leaks.refused} keeps an array that the function has computed. fuse "
                 "traces the function, and cannot put the numbers there later: return them, or keep "

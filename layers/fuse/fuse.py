@@ -101,10 +101,13 @@ def fuse(
         call = Call(function, args, kwargs)
         try:
             program = rewritten(call, options, function)
-            return call.whole(jaxpr_as_fun(program)(*call.arrays))
+            if program is not None:
+                return call.whole(jaxpr_as_fun(program)(*call.arrays))
         except BaseException:
             call.leave()
             raise
+        call.leave()
+        return function(*args, **kwargs)
 
     return marked(fused)  # pyright: ignore[reportReturnType]
 
@@ -168,9 +171,12 @@ def skip_of(op: str, skip: Any) -> Any:
 def rewritten(call: Call, options: Options, function: Any) -> Any:
     """Returns the program of a call, with what is found in it replaced; nothing has run yet.
 
-    Whatever fails on the way, it is the function's own.
+    Whatever fails on the way, it is the function's own; None if that has to be called again.
     """
     rows, codes, program = [], [], call.program
+    if call.is_lost:
+        conclude([], [Row(_name(function), "program", "", _IN_RULES)], function, options)
+        return None
     trace = lambda run: jax.make_jaxpr(run)(call.arrays)
     try:
         of_arrays, names = call.origins()
@@ -200,6 +206,7 @@ def rewritten(call: Call, options: Options, function: Any) -> Any:
 
 GRADIENT = "the function takes its gradient itself: fuse the loss that you differentiate"
 SKIPPED = "skip names it"
+_IN_RULES = "a derivative of its own (custom_jvp, custom_vjp) closes over what it computes"
 Planned = list[tuple[Site | None, Row]]
 
 

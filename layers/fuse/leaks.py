@@ -1,14 +1,16 @@
 """Values that a call leaves in Python objects while it is traced: found, computed, and put back.
 
 They belong to the trace, and outlive it. Python's garbage collector knows who holds such a value,
-whatever kind of object that is and wherever it hangs. It is asked only where the trace is alive
-after its end, which a weak reference tells.
+whatever kind of object that is and wherever it hangs. It takes its time, so it is asked only where
+something refers to the trace after its end: a weak reference tells, and the number of references,
+since rules of derivatives in the program refer to the trace that they were given to.
 """
 
 import collections
 import contextvars
 import functools
 import gc
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,13 +19,13 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
+from ...native.jaxpr import held_by_rules
 from .closure import attributes
 from .program import Program
 
 Place = tuple[Callable[[Any], Any], Any]
 """What writes into an object, and what stands there: a value of the trace, or a tuple of some."""
 _DESCRIPTORS = types.MemberDescriptorType, types.GetSetDescriptorType
-_LINKS = tuple, types.CellType, types.MethodType, functools.partial
 
 
 class Leaks:
@@ -36,18 +38,25 @@ class Leaks:
     Attributes:
       program: the same, with these values after its results.
       refused: what holds one of them and cannot be changed, or "".
+      in_rules: rules of derivatives in the program hold some of its values, which nothing replaces.
     """
 
     def __init__(self, closed: Any, trace: Any):
-        self.program, self.refused = closed, ""
+        self.program, self.refused, self.in_rules = closed, "", False
         self._tuples: dict[int, tuple[Any, ...]] = {}  # those that hold values, by their ids
         self._places: list[Place] = []
         self._atoms: dict[int, Any] = {}  # the values' variables in the program, by their ids
+        if trace() is None:
+            return
+        rules = held_by_rules(closed)
+        self.in_rules = any(jax_private.is_of(trace(), x) for x in rules.values())
+        if not self.in_rules and not _is_held_elsewhere(trace(), rules):
+            return
         for generation in (1, 2):  # cycles that nothing holds
+            gc.collect(generation)
             if trace() is None:
                 return
-            gc.collect(generation)
-        if trace() is not None and (tracers := jax_private.tracers_of(trace())):
+        if tracers := jax_private.tracers_of(trace()):
             gc.unfreeze()  # it does not see frozen objects, such as modules in a server
             self._search(tracers)
             self._add_results({id(t): t.val for t in tracers})
@@ -87,15 +96,13 @@ class Leaks:
         wanted, held = {id(t): t for t in tracers}, set()
         level: list[Any] = [*tracers]
         ours = {id(each) for each in (tracers, wanted, level, self._tuples)}
-        rules = _rules(self.program)
-        ours.add(id(rules))
         while level:
             holders = gc.get_referrers(*level)
             ours.add(id(holders))
             level.clear()
             for holder in [x for x in holders if id(x) not in ours]:
                 held.update(map(id, gc.get_referents(holder)))
-                if id(holder) in rules or type(holder) is types.FrameType or id(holder) in wanted:
+                if type(holder) is types.FrameType or id(holder) in wanted:
                     continue
                 if issubclass(type(holder), tuple):
                     wanted[id(holder)] = self._tuples[id(holder)] = holder
@@ -142,26 +149,12 @@ def _places(holder: Any, wanted: Mapping[int, Any]) -> Iterator[Place]:
                 yield write, x
 
 
-def _rules(program: Any) -> dict[int, Any]:
-    """Returns the objects within a program's equations, by their ids: rules of derivatives, and
-    what these close over. What nothing else holds is no user's."""
-    found: dict[int, Any] = {}
-    stack: list[Any] = [program]
-    while stack:
-        x = stack.pop()
-        kind = type(x)
-        if id(x) in found or issubclass(kind, type | types.ModuleType):
-            continue
-        found[id(x)] = x
-        if hasattr(kind, "eqns"):
-            stack += [one for eqn in x.eqns for one in eqn.params.values()]
-        elif kind is types.FunctionType:
-            stack += x.__closure__ or ()
-        elif issubclass(kind, _LINKS) or kind.__module__.split(".")[0] in ("jax", "jaxlib"):
-            for each in gc.get_referents(x):
-                stack += [each, *(each if type(each) is list else ())]
-                stack += each.values() if type(each) is dict else ()
-    return found
+def _is_held_elsewhere(x: Any, holders: Mapping[int, Any]) -> bool:
+    """Tells if there are more references to an object than those of `holders` and its values."""
+    nothing_holds = object()
+    count = sys.getrefcount(x) - sys.getrefcount(nothing_holds)
+    held = (each for one in (holders, *holders.values()) for each in gc.get_referents(one))
+    return count != sum(each is x for each in held)
 
 
 def _described(x: Any) -> str:

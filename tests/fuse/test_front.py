@@ -287,23 +287,75 @@ def test_results_may_hold_arrays_in_objects_that_are_no_trees(make):
     same(read(fuse_cases.Fused(function)(X)[1]), read(function(X)[1]))
 
 
-def test_what_is_alive_in_rules_of_derivatives_alone_is_no_result():
-    """A `custom_vjp` closes over an array; where no rule needs that, nothing computes it."""
+def by_custom_vjp(f, bwd):
+    f = jax.custom_vjp(f)
+    f.defvjp(lambda x: (x * 2, None), lambda _, dy: (bwd(dy),))
+    return f
+
+
+def by_custom_jvp(f, derivative):
+    f = jax.custom_jvp(f)
+    f.defjvp(lambda x, dx: (x[0] * 2, derivative(dx[0])))
+    return f
+
+
+RULES = {  # how a rule of a derivative holds a value of the loss
+    "custom_vjp": lambda h: by_custom_vjp(lambda x: x * 2, lambda dy: dy * h),
+    "custom_jvp": lambda h: by_custom_jvp(lambda x: x * 2, lambda dx: dx * h),
+    "custom_gradient": lambda h: jax.custom_gradient(lambda x: (x * 2, lambda dy: dy * h)),
+    "a default": lambda h: by_custom_vjp(lambda x: x * 2, lambda dy, h=h: dy * h),
+    "partial": lambda h: by_custom_vjp(lambda x: x * 2, functools.partial(jnp.multiply, h)),
+    "an object": lambda h: (lambda one: by_custom_vjp(lambda x: x * 2, lambda dy: dy * one.h))(
+        types.SimpleNamespace(h=h)
+    ),
+    "within remat": lambda h: jax.checkpoint(by_custom_vjp(lambda x: x * 2, lambda dy: dy * h)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_derivatives_that_hold_values_of_the_loss(name):
+    """Nothing can put a value into a rule, so such a loss runs as it is, and the report says so."""
+    kept = {}
+
+    def loss(x):
+        y = rms(x, SCALE)
+        kept["y"] = y
+        return RULES[name](jnp.exp(jax.lax.stop_gradient(y)))(y).sum()
+
+    reports = []
+    fused = normfuse.fuse(loss, report=reports.append)
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: f):
+        same(transform(fused)(X), transform(loss)(X))
+    (row,) = reports[0].rows
+    assert row.domain == "program" and "closes over what it computes" in row.reason
+    same(kept["y"], rms(X, SCALE))
+    with pytest.raises(ValueError, match="require='norm' is not met.*closes over"):
+        normfuse.fuse(loss, require="norm", report=str)(X)
+
+
+def test_rules_that_hold_an_object_for_a_number_of_its_own_are_served():
+    def loss(x):
+        one = types.SimpleNamespace(h=jnp.exp(x), factor=3.0)
+        twice = by_custom_vjp(lambda x: x * 2, lambda dy: dy * one.factor)
+        return twice(rms(x, SCALE)).sum()
+
+    fused = fuse_cases.Fused(loss)
+    same(jax.grad(fused)(X), jax.grad(loss)(X))
+    assert len(fused.reports[-1].fused) == 1
+
+
+def test_rules_of_derivatives_cost_no_collection_of_garbage(monkeypatch):
+    """A rule refers to its trace: it is known by counting, without a look at all objects."""
 
     def function(x):
-        y = rms(x, SCALE)
-        hidden = jnp.exp(y)
+        body = lambda c, _: (jax.jit(jax.nn.relu)(c) + jnp.logaddexp(c, 1.0), None)
+        return jax.lax.scan(body, jax.nn.relu(rms(x, SCALE)), None, length=2)[0]
 
-        @jax.custom_vjp
-        def scaled(x):
-            return x * 2
-
-        scaled.defvjp(lambda x: (x * 2, None), lambda _, dy: (dy * hidden,))
-        return scaled(y)
-
+    collections = []
+    monkeypatch.setattr("gc.collect", lambda *_: collections.append(1))
     fused = fuse_cases.Fused(function)
-    assert " exp " not in str(jax.make_jaxpr(fused)(X))
-    assert len(fused.reports[-1].fused) == 1
+    jax.make_jaxpr(jax.grad(lambda x: fused(x).sum()))(X)
+    assert len(fused.reports[-1].fused) == 1 and not collections
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
