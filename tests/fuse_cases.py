@@ -9,7 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+import numpy_interpreter
+from numpy_interpreter import evaluated
 
 import normfuse
 
@@ -174,19 +175,6 @@ def domain(row) -> str:
     return found
 
 
-def traced(function):
-    """The function's program, evaluated: eager calls of JAX do not all compute the same."""
-
-    def call(*args):
-        leaves, tree = jax.tree.flatten(args)
-        closed, shape = jax.make_jaxpr(
-            lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
-        )(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(shape), jaxpr_as_fun(closed)(*leaves))
-
-    return call
-
-
 def is_float(x) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -220,8 +208,7 @@ def both_ways(function, args):
 def run(*functions, args, low=False, jit=True):
     """Both ways through each function: {"float32": [...], "bfloat16": [...]}.
 
-    Without `jit` each operation is a program of its own, which JAX keeps: that is quicker where
-    many functions have the same shapes.
+    Without `jit`, NumPy evaluates what is not normfuse's: XLA would take long to compile it.
     """
 
     def everything(args):
@@ -230,23 +217,17 @@ def run(*functions, args, low=False, jit=True):
             found["bfloat16"] = [both_ways(f, cast(args, jnp.bfloat16)) for f in functions]
         return found
 
-    leaves, tree = jax.tree.flatten(args)
-    arrays = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
-
-    def of_arrays(given):
-        given = iter(given)
-        every = [next(given) if a else x for a, x in zip(arrays, leaves)]
-        return everything(jax.tree.unflatten(tree, every))
-
-    given = [x for x, a in zip(leaves, arrays) if a]
-    return jax.jit(of_arrays)(given) if jit else of_arrays(given)
+    if not jit:
+        return evaluated(everything)(args)
+    of_arrays, arrays = numpy_interpreter.of_arrays(everything, args)
+    return jax.jit(of_arrays)(arrays)
 
 
 def wide(function, args):
     """Both ways through a function of float64, or None where it insists on other dtypes."""
     with jax.enable_x64(True):
         try:
-            return both_ways(traced(function), cast(args, jnp.float64))
+            return evaluated(both_ways)(function, cast(args, jnp.float64))
         except Exception:  # a carry, say, that the function casts to float32
             return None
 
@@ -336,7 +317,7 @@ def check_low(got, want, exact):
 def compare(function, args, *, low=False, jit=True, rounding=None, strict=True, **options):
     """Compares `fuse(function)` with the function; returns the sites served in float32."""
     fused = Fused(function, serves=False, **options)  # callers look at what is returned
-    found = run(function if jit else traced(function), fused, args=args, low=low, jit=jit)
+    found = run(function, fused, args=args, low=low, jit=jit)
     sites = [*map(served, fused.reports)]
     try:
         want, got = found["float32"]
