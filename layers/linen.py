@@ -170,13 +170,7 @@ class Dense(_Linear, nn.Dense):
             return modules.linear_by_framework("nn.Dense", reason, self, call)
         inputs = _rows("nn.Dense", inputs)
         shape = (inputs.shape[-1], self.features)
-        try:
-            kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        except ZeroDivisionError:
-            raise ValueError(
-                "nn.Dense: the kernel must have at least one element for this kernel_init, got "
-                f"shape {shape} for inputs of shape {inputs.shape}"
-            ) from None
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)

@@ -150,9 +150,8 @@ class Linear(nnx.Linear):
       **kwargs: `nnx.Linear`'s.
 
     Raises:
-      ValueError: for a size that the initialiser cannot serve, or an unknown activation or
-        quantization; when called, for an input without `in_features` features, or a quantization
-        with an option that only Flax serves.
+      ValueError: for an unknown activation or quantization; when called, for an input without
+        `in_features` features, or a quantization with an option that only Flax serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -174,13 +173,7 @@ class Linear(nnx.Linear):
         **kwargs: Any,
     ):
         modules.set_options(self, "nnx.Linear", activation, implementation, quantization)
-        try:
-            super().__init__(in_features, out_features, **kwargs)
-        except ZeroDivisionError:
-            raise ValueError(
-                "nnx.Linear: in_features and out_features must be at least 1 for this kernel_init, "
-                f"got {in_features} and {out_features}"
-            ) from None
+        super().__init__(in_features, out_features, **kwargs)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the last axis of `inputs` by the kernel; `out_sharding` is Flax's."""

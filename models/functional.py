@@ -14,7 +14,7 @@ from ..layers.fuse import fuse
 from . import parameters
 from .attention import Cache
 from .config import TransformerConfig
-from .sharding import Sharding, stored_on
+from .sharding import Sharding, stored
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -116,24 +116,13 @@ class Functional:
         Args:
           params: parameters, abstract or not; also gradients, or an optimizer's state that holds
             such trees. Scalars are replicated.
-          mesh: its axes are among "data", "fsdp" and "tensor".
-
-        Raises:
-          ValueError: naming a parameter that the mesh does not divide.
+          mesh: its axes are among "data", "fsdp" and "tensor"; `models.sharding.validate` says
+            whether they divide the model.
         """
-        sizes = tuple(mesh.shape.items())
 
         def place(path: tuple, leaf: Any) -> NamedSharding:
             wanted = self.sharding.of_leaf(path) if leaf.ndim else P()
-            spec = stored_on(wanted, leaf.shape, sizes)
-            if spec is None:
-                name = parameters.name_of(path)[0]
-                raise ValueError(
-                    f"{name} of shape {leaf.shape} cannot be split as {wanted} over the mesh "
-                    f"{dict(sizes)}: make each axis divide its dimension, or give a "
-                    "`Sharding` without it. `normfuse.models.sharding.validate` says what fits."
-                )
-            return NamedSharding(mesh, spec)
+            return NamedSharding(mesh, stored(wanted, mesh.shape))
 
         return jax.tree.map_with_path(place, params)
 

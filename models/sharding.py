@@ -162,15 +162,6 @@ def _fitting(spec: P, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]
     return P(*entries)
 
 
-@functools.cache
-def stored_on(spec: P, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> P | None:
-    """Returns a parameter's `stored` spec on axes of these sizes; None if it does not divide."""
-    spec = stored(spec, dict(sizes))
-    parts = (math.prod(dict(sizes)[name] for name in axes_of(entry)) for entry in spec)
-    fits = all(size % part == 0 for size, part in zip(shape, parts, strict=False))
-    return spec if fits else None
-
-
 def stored(spec: P, mesh_shape: Mapping[str, int]) -> P:
     """Returns a parameter's spec on a mesh, with "fsdp" moved to its first dimension.
 

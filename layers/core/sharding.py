@@ -1,4 +1,4 @@
-"""Shardings: PartitionSpecs, read and checked, the mesh behind XLA's tiles, and Auto axes."""
+"""Shardings: PartitionSpecs, the mesh behind XLA's tiles, and Auto axes."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...native import fingerprint, jax_private
@@ -38,62 +38,6 @@ def without(entry: Any, taken: Set[str]) -> Any:
     """Returns the entry less the axes in `taken`."""
     kept = tuple(axis for axis in axes_of(entry) if axis not in taken)
     return kept[0] if len(kept) == 1 else kept or None
-
-
-def check(op: str, argument: str, sharding: Any, shape: Sequence[int], kind: AxisType) -> None:
-    """Checks that `sharding`, an argument or None, can place an array of `shape` on axes of `kind`.
-
-    Raises:
-      TypeError: if it is not a sharding.
-      ValueError: for a spec without a mesh, with more entries than the array has dimensions, with
-        axes that the mesh does not have or has as another kind, that do not divide a dimension, or
-        that stand twice.
-    """
-    if sharding is None:
-        return
-    if not isinstance(sharding, P | NamedSharding):
-        raise TypeError(
-            f"{op}: {argument} must be a PartitionSpec or a NamedSharding, got {sharding!r}"
-        )
-    named = isinstance(sharding, NamedSharding)
-    spec = sharding.spec if named else sharding
-    mesh: Any = sharding.mesh if named else jax.sharding.get_abstract_mesh()
-
-    def refusal(why: str) -> ValueError:
-        return ValueError(f"{op}: {argument}={spec} {why}")
-
-    if not mesh.axis_names:
-        if kind == AxisType.Auto:
-            return  # there may be one that only JAX's constraint sees, and it says if not
-        raise refusal("needs a mesh in context; call it under jax.set_mesh(mesh)")
-    if (more := len(spec) - len(shape)) > 0:
-        raise refusal(f"has more entries than {tuple(shape)} has dimensions; leave out {more}")
-    sizes, kinds = dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types))
-    taken: set[str] = set()
-    for dim, entry in enumerate(spec):
-        axes = () if entry is P.UNCONSTRAINED else axes_of(entry)
-        for axis in axes:
-            if axis in taken:
-                raise refusal(f"names the axis {axis!r} twice; leave one of them out")
-            taken.add(axis)
-            if axis not in sizes:
-                raise refusal(f"names the axis {axis!r}; name one that the mesh has, of {sizes}")
-            if kinds[axis] != kind:
-                is_other = f"is for {kind.name} axes, and {axis!r} is {kinds[axis].name}"
-                raise refusal(f"{is_other}; {_REMEDIES[kind]}")
-        parts = math.prod(sizes[axis] for axis in axes)
-        if shape[dim] % parts:
-            raise refusal(
-                f"splits dimension {dim} of {tuple(shape)} over {parts} devices, which do not "
-                f"divide {shape[dim]}; leave {', '.join(map(repr, axes))} out of it, or pad to "
-                f"{-(-shape[dim] // parts) * parts}"
-            )
-
-
-_REMEDIES = {
-    AxisType.Explicit: "leave it out: XLA places the result (jax.lax.with_sharding_constraint)",
-    AxisType.Auto: "there place the operands (jax.sharding.reshard)",
-}
 
 
 # ---------------------------------------------------------------- the mesh behind XLA's tiles

@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from ...native.implementation import BEST, Implementation, Order
-from ..core import sharding
 from ..core.activations import Activation, resolve
 from ..core.arguments import Quantization, check_quantization, choose, floating, floating_dtype
 from .epilogue import finish, finish_natively
@@ -58,8 +57,8 @@ def dense(
 
     Raises:
       TypeError: for integer or complex operands, and for float64 in FP8.
-      ValueError: for shapes that do not fit, an unknown activation, quantization or implementation,
-        or an `out_sharding` that cannot place the result.
+      ValueError: for shapes that do not fit, or an unknown activation, quantization or
+        implementation. JAX raises its own error for an `out_sharding` that does not fit.
       NotImplementedError: if the `implementation` asked for cannot serve; an ExceptionGroup of
         them if it names several.
 
@@ -74,7 +73,7 @@ def dense(
     x, kernel = floating("dense", "x", x), floating("dense", "kernel", kernel)
     bias = None if bias is None else floating("dense", "bias", bias)
     dtype = floating_dtype("dense", dtype, x.dtype)
-    check_shapes("dense", x, kernel, bias, out_sharding=out_sharding)
+    check_shapes("dense", x, kernel, bias)
     check_quantization("dense", quantization, dtype)
     resolve(activation, "dense")
 
@@ -124,12 +123,8 @@ def check_shapes(
     bias: Array | None,
     kernel_name: str = "kernel",
     x_name: str = "x",
-    out_sharding: NamedSharding | jax.P | None = None,
 ) -> None:
-    """Raises ValueError unless x is (*rows, in), kernel (in, *out) and bias (*out,).
-
-    And unless `out_sharding` can place the result.
-    """
+    """Raises ValueError unless x is (*rows, in), kernel (in, *out) and bias (*out,)."""
     if x.ndim < 1:
         raise ValueError(f"{op}: {x_name} must be (*rows, in), got a scalar; reshape it to (1,)")
     if kernel.ndim < 2:
@@ -147,5 +142,3 @@ def check_shapes(
             f"{op}: bias must have the shape of {kernel_name}'s output axes, {kernel.shape[1:]}; "
             f"got {bias.shape}"
         )
-    out = (*x.shape[:-1], *kernel.shape[1:])
-    sharding.check(op, "out_sharding", out_sharding, out, AxisType.Explicit)

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from ...native.implementation import Implementation, Order
-from ..core import sharding
 from ..core.activations import Activation, resolve, scalar_of
 from ..core.arguments import Quantization, check_quantization, choose, floating, floating_dtype
 from ..core.op import match, placed
@@ -50,8 +49,8 @@ def gated_dense(
 
     Raises:
       TypeError: for integer or complex operands, and for float64 in FP8.
-      ValueError: for shapes that do not fit, an activation that is unknown or None, an unknown
-        quantization or implementation, or a sharding that cannot place its array.
+      ValueError: for shapes that do not fit, an activation that is unknown or None, or an unknown
+        quantization or implementation. JAX raises its own error for a sharding that does not fit.
       NotImplementedError: if the `implementation` asked for cannot serve; an ExceptionGroup of
         them if it names several.
 
@@ -67,7 +66,7 @@ def gated_dense(
     op = "gated_dense"
     x = floating(op, "x", x)
     gate, up = floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up)
-    check_shapes(op, x, gate, None, "kernel_gate", out_sharding=out_sharding)
+    check_shapes(op, x, gate, None, "kernel_gate")
     if up.shape != gate.shape:
         raise ValueError(
             f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
@@ -128,8 +127,7 @@ def gated_product(
     up = None if up is None else floating(op, "up", up)
     dtype = floating_dtype(op, dtype, gate.dtype)
     bias = None if bias is None else floating(op, "bias", bias)
-    check_shapes(op, gate, kernel, bias, x_name="gate", out_sharding=out_sharding)
-    sharding.check(op, "hidden_sharding", hidden_sharding, gate.shape, AxisType.Auto)
+    check_shapes(op, gate, kernel, bias, x_name="gate")
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
     check_activated(op, activation)

@@ -203,10 +203,11 @@ def test_validate_names_the_dimension_and_the_axis(small, changes, mesh, options
     assert message in str(error.value)
 
 
-def test_shardings_name_a_parameter_that_the_mesh_does_not_divide(small, eight_devices):
+def test_a_parameter_that_the_mesh_does_not_divide_is_refused(small, eight_devices):
     model = build("nnx", dataclasses.replace(small, mlp_dim=42))
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.\w+\.kernel of shape \(.*'tensor': 8"):
-        model.shardings(model.abstract, _mesh((1, 1, 8)))
+    places = model.shardings(model.abstract, _mesh((1, 1, 8)))
+    with pytest.raises(ValueError, match=r"partitioned 8 times, but the dimension size is 42"):
+        jax.jit(model.init, out_shardings=places)(jax.random.key(0))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
