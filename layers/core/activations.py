@@ -82,13 +82,7 @@ SCALARS: dict[str, Scalar] = {
     scalar.name: scalar
     for scalar in (
         _scalar("elu", jax.nn.elu, "x > T(0) ? x : T(expm1(x))", "x > T(0) ? T(1) : T(exp(x))"),
-        _scalar(
-            "gelu",
-            gelu,
-            "T(0.5) * x * T(erfc(T(-0.70710678118654752) * x))",
-            "const T density = T(0.39894228040143268) * T(exp(T(-0.5) * x * x));\n"
-            "  return T(0.5) * T(erfc(T(-0.70710678118654752) * x)) + x * density;",
-        ),
+        _scalar("gelu", gelu, "x * normal_below(x)", "normal_below(x) + x * normal_density(x)"),
         _scalar(
             "gelu_tanh",
             gelu_tanh,

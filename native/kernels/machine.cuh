@@ -27,6 +27,17 @@ __device__ inline long long kept(long long value) {
   return value;
 }
 
+// 2^x and 1 / x, off by about 2 units in the last place; 0 where they are below 2^-126, for which
+// the compiler would add three instructions.
+__device__ inline float approximate_exp2(float x) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+__device__ inline float approximate_reciprocal(float x) {
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+
 // The block's dynamic shared memory, aligned to a line of kLine bytes.
 constexpr int kLine = 128;
 __device__ inline unsigned char* shared_memory() {

@@ -9,23 +9,15 @@ using Vector = Wide<Compute, VECTOR>;
 // exp(x - y), of y as `scaled` gives it.
 //
 // If APPROXIMATE (logits of 16 bits) a power of two: one multiply-add, and the machine's
-// instruction, which is off by 2 units in the last place. Below 2^-126 it is 0; without ftz the
-// compiler would add three instructions for what is smaller. y · log2 e is rounded once for all x,
-// which moves them alike and by less than the rounding of such logits does.
+// instruction. y · log2 e is rounded once for all x, which moves them alike and by less than the
+// rounding of such logits does.
 #if APPROXIMATE
 constexpr float kLog2E = 1.44269504f;
 
 __device__ inline float scaled(float y) { return kLog2E * y; }
 
 __device__ inline float exponential(float x, float scaled_y) {
-  const float power = fmaf(kLog2E, x, -scaled_y);
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
-  return result;
-#else
-  return exp2f(power);
-#endif
+  return approximate_exp2(fmaf(kLog2E, x, -scaled_y));
 }
 #else
 __device__ inline Compute scaled(Compute y) { return y; }

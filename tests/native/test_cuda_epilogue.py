@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -141,6 +142,41 @@ def test_every_activation_is_its_jax_function_and_its_derivative(emulator_folder
     # Differences are off by h²/6 times the third derivative, at most about 4, and by roundings
     # of values up to 81, over h.
     np.testing.assert_allclose(slopes, differences, rtol=0, atol=1e-8)
+
+
+NARROW = """
+extern "C" __global__ void narrow(const float* x, float* values, float* slopes, long long count) {
+  for (long long i = 0; i < count; ++i) {
+    values[i] = activation(x[i]);
+    slopes[i] = activation_derivative(x[i]);
+  }
+}
+"""
+
+
+def test_gelu_of_16_bits_has_more_digits_than_they_hold(emulator_folder):
+    """Φ(-|x|) within 5e-6 of itself, as the source says, and its float32 operations."""
+    x = np.linspace(-13, 13, 5201, dtype=np.float32)
+    text = '#include "scalar.cuh"\n' + SCALARS["gelu"].code() + NARROW
+    sizes = {"target": SM90, "grid": 1, "block": 32, "macros": {"APPROXIMATE": 1}}
+
+    def run(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        launch = Emulator(emulator_folder).launch
+        return launch(Source("n.cu", text), "narrow", [x], [shape, shape], ints=(x.size,), **sizes)
+
+    values, slopes = run(x)
+    below = np.array([math.erfc(-v / math.sqrt(2)) / 2 for v in x.astype(np.float64)])
+    density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
+    # The power of two of the density is rounded, and is 122 at most.
+    off = 5e-6 + (20 + 122) * 2.0**-24
+    np.testing.assert_allclose(values, x * below, rtol=off, atol=1e-37)
+    np.testing.assert_array_less(
+        abs(slopes - (below + x * density)), off * (below + abs(x) * density) + 1e-37
+    )
+    ends = np.array([np.inf, -np.inf, np.nan], np.float32)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(run(ends)[0], np.asarray(SCALARS["gelu"](jnp.asarray(ends))))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
