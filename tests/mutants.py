@@ -113,6 +113,12 @@ MUTANTS = [
         "const long long rest = size - tail;",
         "tests/native/test_quantize_cuda.py::test_cuda_amax_is_found_at_any_place[1]",
     ),
+    Mutant(
+        "native/kernels/scalar.cuh",
+        "fmaf(0.31f, fabsf(x), 1.0f)",
+        "fmaf(0.3099f, fabsf(x), 1.0f)",
+        "tests/native/test_cuda_epilogue.py::test_gelu_of_16_bits_has_more_digits_than_they_hold",
+    ),
     # ---------------------------------------------------------------- native: the engine
     Mutant(
         "native/cache.py",
@@ -543,6 +549,18 @@ MUTANTS = [
         'if made.name in LAYOUT and norms.program.made(made.ins[0])[1] != "dot_general":',
         "if made.name in LAYOUT:",
         "tests/fuse/test_codes.py::test_a_scale_by_an_einsum_is_the_norms",
+    ),
+    Mutant(  # what is computed anyway is read narrow
+        "layers/fuse/norms.py",
+        "if is_narrow and len(g.readers[v]) == 1 else v",
+        "if is_narrow else v",
+        "tests/fuse/test_rows_and_lines.py::test_a_norm_widens_what_it_adds[read twice]",
+    ),
+    Mutant(  # a norm whose result another adds is computed twice
+        "layers/fuse/norms.py",
+        "        wanted.update(site.reads)\n",
+        "",
+        "tests/fuse/test_rows_and_lines.py::test_a_norm_widens_what_it_adds[a norm's]",
     ),
     Mutant(
         "layers/fuse/norms.py",

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ...native.dtypes import NARROW
 from ..norm import layer_norm, op, rms_norm
 from .constants import ARITHMETIC
 from .labels import MOVED, Dims, arrange, atoms, expanded, fresh, meet, moved, peel, shape_of
@@ -507,12 +508,25 @@ def _added(g: Program, x: int) -> tuple[int, ...]:
     numbers = any(g.number(v) is not None for v in made.ins)
     if {*kinds} != {(aval.shape, aval.dtype)} or numbers or aval.dtype == jnp.float64:
         return (x,)
-    return tuple(made.ins)
+    a, b = made.ins
+    # Kernels widen what they read. The sum's dtype is that of the other operand.
+    narrow = _narrow(g, a)
+    return (narrow, b) if narrow != a else (a, _narrow(g, b))
+
+
+def _narrow(g: Program, v: int) -> int:
+    """The bfloat16 or float16 array that a sum alone reads widened, or the operand itself."""
+    made = g.maker.get(v)
+    if made is None or made.name != "convert_element_type" or v in g.results:
+        return v
+    is_narrow = g.avals[made.ins[0]].dtype.name in NARROW
+    return made.ins[0] if is_narrow and len(g.readers[v]) == 1 else v
 
 
 def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of norms in a program; a value and the reason where one is left."""
     taken: set[int] = set()
+    wanted: set[int] = set()
 
     def site(value: int) -> Site:
         made = norms.program.maker[value]
@@ -520,10 +534,11 @@ def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
             raise Left  # it only lays a norm's result out anew
         site = site_of(norms, value, taken)
         taken.update(site.outs)
+        wanted.update(site.reads)
         return site
 
     chains = {v: part.x for v, part in norms.of.items() if part.kind == "norm"}
-    yield from at_ends(norms.program, chains, site)
+    yield from at_ends(norms.program, chains, site, wanted)
     for made in norms.program.equations:
         if made.eqn.primitive is op.forward.primitive and made.ins[0] not in taken:
             if (one := joined(norms.program, made)) is not None:

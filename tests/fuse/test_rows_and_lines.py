@@ -59,6 +59,42 @@ def test_norms_with_named_statistics_and_late_factors(norm):
     assert row.domain == "norm" and row.served
 
 
+def normed(h):
+    return h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+
+
+# Functions of a layer's result and a residual stream; the dtypes that each norm's kernel reads.
+SUMS = {
+    "widened": (lambda x, r: (h := x.astype(f32) + r, normed(h)), [(bf16, f32)]),
+    "widened, second": (lambda x, r: (h := r + x.astype(f32), normed(h)), [(f32, bf16)]),
+    "both widened": (lambda x, r: normed(x.astype(f32) + r.astype(bf16).astype(f32)), None),
+    "read twice": (lambda x, r: ((w := x.astype(f32)) * 2, normed(w + r)), [(f32, f32)]),
+    "returned": (lambda x, r: ((w := x.astype(f32)), normed(w + r)), [(f32, f32)]),
+    "a norm's": (
+        lambda x, r: normed(normed(x.astype(f32)).astype(bf16).astype(f32) + r),
+        [(bf16,), (bf16, f32)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_norm_widens_what_it_adds(name):
+    """No pass over memory widens it before; a norm whose result it is is computed once."""
+    function, wanted = SUMS[name]
+    x, r = draws((3, 5, N), (3, 5, N))
+    whole = lambda x, r: function(x.astype(bf16), r)
+    fuse_cases.compare(whole, (x, r), rounding=2**-8)
+    program = jax.make_jaxpr(fuse_cases.Fused(whole, serves=False))(x, r)
+    inner = (e.params["jaxpr"].eqns for e in program.eqns if e.primitive.name == "jit")
+    read = [
+        tuple(v.aval.dtype for v in e.invars)
+        for equations in inner
+        for e in equations
+        if e.primitive.name == "normfuse_norm"
+    ]
+    assert sorted(read, key=len) == (wanted or [(bf16, f32)])
+
+
 def test_a_relu_that_is_vmapped_is_one():
     mlp = eqx.nn.MLP(N, N, 2 * N, 1, key=jax.random.key(0))  # relu is its default
     arrays, static = eqx.partition(mlp, eqx.is_array)
