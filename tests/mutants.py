@@ -1005,6 +1005,18 @@ MUTANTS = [
         "and True:",
         "tests/fuse/test_choices.py::test_a_choice_keeps_the_product[a codebook, by cosines]",
     ),
+    Mutant(  # values of an attention are experts
+        "layers/fuse/parameters.py",
+        "if not own.differentiated and own.matrices < max(",
+        "if not own.differentiated and own.matrices < 0 * max(",
+        "tests/fuse/test_batched_kernels.py::test_what_attends_is_no_kernel[values of a batch]",
+    ),
+    Mutant(  # experts in another order than the first product has them
+        "layers/fuse/products.py",
+        "and of(first.batch) == m.batch else None",
+        "else None",
+        "tests/fuse/test_batched_kernels.py::test_batches_in_two_orders_are_two_products",
+    ),
     Mutant(  # any array with a tangent is a parameter
         "layers/fuse/closure.py",
         "return False  # it is computed from such an array",

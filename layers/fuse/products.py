@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,6 +54,7 @@ class Matrix:
     Attributes:
       given: the value that it multiplies by the parameter.
       x, kernel: (value, labels) of the operands, as far back as they are laid out anew or cast.
+      batch: labels of both operands and of the result: of experts, or of vmapped layers.
       rows, features, columns: labels.
       transposed: the kernel is stored (columns, features).
       dtype: of the operands as they are multiplied.
@@ -63,6 +65,7 @@ class Matrix:
     given: int
     x: tuple[int, Dims]
     kernel: tuple[int, Dims]
+    batch: tuple[Label, ...]
     rows: tuple[Label, ...]
     features: tuple[Label, ...]
     columns: tuple[Label, ...]
@@ -72,7 +75,20 @@ class Matrix:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
+        """Returns the numbers of rows, features and columns that each kernel multiplies."""
         return size(self.rows), size(self.features), size(self.columns)
+
+    @property
+    def described(self) -> str:
+        """Returns the sizes for the report."""
+        rows, features, columns = self.sizes
+        batch = f"{size(self.batch)} of " if self.batch else ""
+        return f"{batch}{rows} x {features} -> {columns}"
+
+    @property
+    def leading(self) -> list[tuple[Label, ...]]:
+        """Returns the batch as one dimension, where there is one."""
+        return [self.batch] if self.batch else []
 
     @property
     def turned(self) -> list[tuple[int, int]]:
@@ -82,8 +98,8 @@ class Matrix:
         return [] if places == sorted(places) else places
 
     def operand(self, read: Callable[[int], Any], v: int, dims: Dims) -> Any:
-        """Returns an array of x's labels as `(*rows, features)`."""
-        return arrange(read(v), dims, [*[(l,) for l in self.rows], self.features])
+        """Returns an array of x's labels as `(*rows, features)`, behind the batch."""
+        return arrange(read(v), dims, [*self.leading, *[(l,) for l in self.rows], self.features])
 
     def options(self, quantization: Any) -> dict[str, Any]:
         """Returns what all operations with this product are told."""
@@ -92,7 +108,13 @@ class Matrix:
 
     def weight(self, read: Callable[[int], Any]) -> Any:
         order = (self.columns, self.features) if self.transposed else (self.features, self.columns)
-        return arrange(read(self.kernel[0]), self.kernel[1], order)
+        return arrange(read(self.kernel[0]), self.kernel[1], [*self.leading, *order])
+
+    def called(self, function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        """Calls an operation of ours, for each of the batch."""
+        if self.batch:
+            options, function = options | {"of_one": function}, _each
+        return called(function, *operands, **options)
 
     @property
     def sharding(self) -> NamedSharding | None:
@@ -108,8 +130,23 @@ class Matrix:
         return NamedSharding(placed.mesh, P(*map(of.get, (*self.rows, self.columns[0]))))
 
     def result(self, y: Any) -> Any:
-        labels = (*[(l,) for l in self.rows], tuple(self.columns))
+        labels = (*self.leading, *[(l,) for l in self.rows], tuple(self.columns))
         return arrange(y, labels, self.dims).astype(self.dtype)
+
+
+def _each(*operands: Any, of_one: Callable[..., Any], **options: Any) -> Any:
+    return jax.vmap(functools.partial(of_one, **options))(*operands)
+
+
+def _dims_of(g: Program, made: Equation) -> tuple[list[Dims], Dims]:
+    """Returns the labels of a product's operands, and of its result."""
+    contract, batch = made.params["dimension_numbers"]
+    lhs, rhs = (fresh(g.avals[v].shape) for v in made.ins)
+    shared = dict(zip((*contract[1], *batch[1]), (*contract[0], *batch[0])))
+    rhs = tuple(lhs[shared[i]] if i in shared else d for i, d in enumerate(rhs))
+    of_lhs = [lhs[i] for i in batch[0]]
+    of_lhs += [d for i, d in enumerate(lhs) if i not in (*contract[0], *batch[0])]
+    return [lhs, rhs], (*of_lhs, *[d for i, d in enumerate(rhs) if i not in shared])
 
 
 class Products:
@@ -142,37 +179,36 @@ class Products:
     def _matrix(self, made: Equation) -> Matrix:
         """Raises Left of what is no product of an activation with a parameter."""
         g = self.program
-        contract, batch = made.params["dimension_numbers"]
         dtypes = [v.aval.dtype for v in made.eqn.invars]
-        if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes) or batch != ((), ()):
+        if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
             raise Left("")
         which = kernel_side(g, made)
         x_side = 1 - which
-        dims = [fresh(g.avals[v].shape) for v in made.ins]
-        to = {b: dims[x_side][a] for a, b in zip(contract[x_side], contract[which])}
-        dims[which] = tuple(to.get(i, d) for i, d in enumerate(dims[which]))
-        rest = [[d for i, d in enumerate(dims[j]) if i not in contract[j]] for j in (0, 1)]
-        out_dims = (*rest[0], *rest[1])
+        dims, out_dims = _dims_of(g, made)
         x = self.peeled(made.ins[x_side], dims[x_side])
         kernel = self.peeled(made.ins[which], dims[which], casts=True)
-        summed = {l for i in contract[x_side] for l in expand(dims[x_side][i])}
-        have, labels = atoms(kernel[1]), atoms(x[1])
-        features = tuple(l for l in have if l in summed)  # in the order that the kernel has them
-        columns = tuple(l for l in have if l not in summed)
-        rows, others = ({l for d in rest[i] for l in expand(d)} for i in (x_side, which))
-        complete = {*features, *rows} == {*labels} and {*columns} == others
+        have, labels, out = (atoms(d) for d in (kernel[1], x[1], out_dims))
+        # In the order that the kernel has them.
+        features = tuple(l for l in have if l not in out)
+        columns = tuple(l for l in have if l in out and l not in labels)
+        batch = tuple(l for l in have if l in out and l in labels)
+        rows = tuple(l for l in labels if l not in have)
+        complete = {*features, *batch, *rows} == {*labels} and {*batch, *rows, *columns} == {*out}
         if not complete or len(have) != len({*have}) or not features or not columns:
             raise Left("")
+        if batch and made.eqn.outvars[0].aval.sharding.mesh.explicit_axes:
+            raise Left("its kernels have a batch dimension, on a mesh of Explicit axes")
         return Matrix(
             made,
             made.outs[0],
             given=made.ins[x_side],
             x=x,
             kernel=kernel,
-            rows=tuple(l for l in labels if l not in features),
+            batch=batch,
+            rows=rows,
             features=features,
             columns=columns,
-            transposed=tuple(have) == (*columns, *features),
+            transposed=tuple(l for l in have if l not in batch) == (*columns, *features),
             dtype=jnp.promote_types(*dtypes),
             dims=out_dims,
         )
@@ -205,8 +241,8 @@ class Products:
         if m.made in self.softmaxed:
             return "a softmax or a loss reads its result"
         if self.has_few_rows(m):
-            least, most = max(FEW, self.most // 16 + 1), self.most
-            return f"few rows: {m.sizes[0]}, less than {least}, where others have {most}"
+            rows, few = m.sizes[0], f"less than {FEW}"
+            return f"few rows: {rows}, " + (few if rows < FEW else f"where others have {self.most}")
         if why := unfit(m.made, m.dtype, *m.sizes[1:]):
             return why
         if self._is_one_hot(m.x[0]):
@@ -290,18 +326,18 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
 
 def _dense(g: Program, m: Matrix, value: int, quantization: Any) -> Site:
     """Returns a quantized product; its row names the variable that a closed-over kernel is in."""
-    (rows, features, columns), own = m.sizes, g.origin(m.kernel[0])
+    own = g.origin(m.kernel[0])
     by = f", by {own.name}" if own is not None and own.closed_over else ""
 
     def compute(read: Read) -> Sequence[Any]:
         options = m.options(quantization) | {"activation": None, "op": "dense"}
         operands = m.operand(read, *m.x), m.weight(read), None
-        return [m.result(called(apply, *operands, out_sharding=m.sharding, **options))]
+        return [m.result(m.called(apply, *operands, out_sharding=m.sharding, **options))]
 
     return Site(
         outs=(value,),
         reads=(m.x[0], m.kernel[0]),
-        what=f"product {rows} x {features} -> {columns}, {m.dtype.name}{by}",
+        what=f"product {m.described}, {m.dtype.name}{by}",
         served=f"dense, {quantization}",
         shares=m.x[0],
         compute=compute,
@@ -318,51 +354,27 @@ def _whole(products: Products, half: Site, m: Matrix, hidden: Any, options: Any)
       hidden: the values of its gate and up, and their labels.
       options: what the MLP is told.
     """
-    (hidden, own_dims), known = hidden, products.narrowed
-    if m.sharding is not None:
+    placed = [options["hidden_sharding"], *[_sharding_of(products.program, v) for v in hidden[0]]]
+    shardings = {sharding for sharding in placed if sharding is not None}
+    most = 0 if m.batch else 1  # they have the batch, too
+    firsts = None if m.sharding is not None else _first_products(products, m, hidden)
+    if firsts is None or len(shardings) > most:
         return None
-    made, biases, shardings = [], [], {options["hidden_sharding"]}
-    for v in hidden:
-        shardings.add(_sharding_of(products.program, v))
-        v, dims = products.peeled(v, own_dims, names=False)
-        if v not in known and (split := _biased(products, v, dims)) is not None:
-            (v, dims), bias = split
-            biases.append(bias)
-        made.append((v, dims))
-    dims = made[0][1]
-    inner: list[Matrix] = [known[v] for v, _ in made if v in known]
-    if len(inner) < len(hidden) or any(other != dims for _, other in made):
-        return None
-    if len(biases) not in (0, len(inner)) or any(atoms(d) != m.features for _, d in biases):
-        return None
-    if any(products.unquantized(i) or i.dtype != m.dtype for i in inner):
-        return None
+    inner, biases, dims = firsts
     first = inner[0]
-    place = lambda each: [[d.index(l) for l in each.rows if l in d] for d in each.x[1]]
-    for each in inner:
-        same = each.x[0] == first.x[0] and place(each) == place(first)
-        if not same or each.turned != first.turned or each.transposed != m.transposed:
-            return None
-    pairs = [
-        (a, b) for d, e in zip(first.dims, dims) for a, b in zip(expand(d), expand(e), strict=True)
-    ]
-    own = (*m.rows, *m.features)
-    if {b for _, b in pairs} != {*own} or len(pairs) != len(own):
+    if not all(_is_like(first, each) and each.transposed == m.transposed for each in inner):
         return None
-    to = dict(pairs)
-    if [to[l] for l in first.columns] != list(m.features):
-        return None
-    if len(shardings := shardings - {None}) > 1:
+    if (to := _hidden_labels(first, m, dims)) is None:
         return None
     options = options | {"hidden_sharding": next(iter(shardings), None)}
-    result_dims = (*[(to[l],) for l in first.rows], tuple(m.columns))
+    result_dims = (*m.leading, *[(to[l],) for l in first.rows], tuple(m.columns))
 
     def compute(read: Read) -> Sequence[Any]:
-        x = first.operand(read, *first.x)
+        x, to = first.operand(read, *first.x), [*m.leading, m.features]
         kernels = {name: each.weight(read) for name, each in zip(_HIDDEN, inner)}
         kernels |= {"down": m.weight(read)}
-        added = {n: arrange(read(v), d, [m.features]) for n, (v, d) in zip(_HIDDEN, biases)}
-        y = called(mlp, x, kernels, added, **options)
+        added = {name: arrange(read(v), d, to) for name, (v, d) in zip(_HIDDEN, biases)}
+        y = m.called(mlp, x, kernels, added, **options)
         return [arrange(y, result_dims, m.dims).astype(m.dtype)]
 
     kernels = [each.kernel[0] for each in (*inner, m)]
@@ -373,6 +385,61 @@ def _whole(products: Products, half: Site, m: Matrix, hidden: Any, options: Any)
         served=f"GatedMLP, {options['quantization']}",
         compute=compute,
     )
+
+
+_Value = tuple[int, Dims]
+
+
+def _first_products(
+    products: Products, m: Matrix, hidden: tuple[Sequence[int], Dims]
+) -> tuple[list[Matrix], list[_Value], Dims] | None:
+    """Returns an MLP's products before its activation, what is added to each, and their labels.
+
+    They are all in FP8, and all have a vector added to them or none has; else None.
+    """
+    found, biases = [], []
+    for v in hidden[0]:
+        value = products.peeled(v, hidden[1], names=False)
+        if value[0] not in products.narrowed and (split := _biased(products, *value)) is not None:
+            value, bias = split
+            biases.append(bias)
+        found.append(value)
+    (_, dims), inner = found[0], [products.narrowed.get(v) for v, _ in found]
+    inner = [each for each in inner if each and each.dtype == m.dtype]
+    if len(inner) < len(found) or any(other != dims for _, other in found):
+        return None
+    vectors = m.features, (*m.batch, *m.features)
+    if len(biases) not in (0, len(inner)) or any(atoms(d) not in vectors for _, d in biases):
+        return None
+    return None if any(map(products.unquantized, inner)) else (inner, biases, dims)
+
+
+def _is_like(first: Matrix, other: Matrix) -> bool:
+    """Tells if two products have one input, laid out alike."""
+    place = lambda each: [
+        [labels.index(l) for l in group if l in labels]
+        for labels in each.x[1]
+        for group in (each.batch, each.rows)
+    ]
+    same = first.x[0] == other.x[0] and place(first) == place(other)
+    return same and first.turned == other.turned
+
+
+def _hidden_labels(first: Matrix, m: Matrix, dims: Dims) -> dict[Label, Label] | None:
+    """Returns the second product's labels of the hidden array by those of the first's result.
+
+    None unless the first's columns are the second's features, and their batches are one, in order.
+
+    Args:
+      dims: the second's labels of the first's result.
+    """
+    each = [zip(expand(d), expand(e), strict=True) for d, e in zip(first.dims, dims)]
+    pairs = [pair for some in each for pair in some]
+    to, own = dict(pairs), (*m.batch, *m.rows, *m.features)
+    if {*to.values()} != {*own} or len(pairs) != len(own):
+        return None
+    of = lambda labels: tuple(to[l] for l in labels)
+    return to if of(first.columns) == m.features and of(first.batch) == m.batch else None
 
 
 _HIDDEN = "gate", "up"
@@ -416,7 +483,6 @@ def _mlps(products: Products, m: Matrix, value: int, quantization: Any) -> Itera
         return
     if any(jnp.promote_types(a.dtype, m.dtype) != m.dtype for a in same):
         return  # computed in more than the product's dtype
-    rows, features, columns = m.sizes
     laid_out = dims == (*[(l,) for l in m.rows], m.features)
     options = m.options(quantization) | {"activation": activation}
     options |= {"hidden_sharding": _sharding_of(g, m.given) if laid_out else None}
@@ -424,14 +490,14 @@ def _mlps(products: Products, m: Matrix, value: int, quantization: Any) -> Itera
     def compute(read: Read) -> Sequence[Any]:
         gate, up = [*[m.operand(read, v, dims) for v in parts], None][:2]
         operands = gate, up, m.weight(read), None
-        y = called(apply_product, *operands, out_sharding=m.sharding, **options)
+        y = m.called(apply_product, *operands, out_sharding=m.sharding, **options)
         return [m.result(y)]
 
     half = Site(
         outs=(value,),
         reads=(*parts, m.kernel[0]),
         dead=(hidden,) if len(parts) > 1 else (),
-        what=f"mlp {rows} x {features} -> {columns}, {activation}, {m.dtype.name}",
+        what=f"mlp {m.described}, {activation}, {m.dtype.name}",
         served="gated_product" + (f", {quantization}" if quantization else ""),
         compute=compute,
     )
