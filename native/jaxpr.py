@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import jax
@@ -74,27 +74,37 @@ def held_by_rules(program: Any) -> dict[int, Any]:
     """
     stack, found = [*_rules(getattr(program, "jaxpr", program))], {}
     names, objects = set(), []
-    while stack:
+    named = lambda: [own[name] for own in objects for name in names & own.keys()]
+    while stack := stack or [x for x in named() if id(x) not in found]:
         part = stack.pop()
-        is_global = isinstance(part, dict) and not part.keys().isdisjoint(_OF_MODULES)
-        if id(part) not in found and not is_global and not isinstance(part, ModuleType | type):
-            found[id(part)] = part
-            names.update(part.co_names if isinstance(part, CodeType) else ())
-            if isinstance(part, Trace):
-                stack += [x for x in gc.get_referents(part) if isinstance(x, Trace)]
-            elif type(part).__module__.split(".")[0] in _WITHOUT_NAMES:
-                stack += gc.get_referents(part)
-            elif type(own := getattr(part, "__dict__", None)) is dict:
-                objects.append(own)
-        if not stack:
-            stack = [own[name] for own in objects for name in names & own.keys()]
-            stack = [x for x in stack if id(x) not in found]
+        kind = type(part)
+        if id(part) in found or kind is dict and not part.keys().isdisjoint(_OF_MODULES):
+            continue
+        found[id(part)] = part
+        if kind is FunctionType:
+            names |= names_in(part.__code__).keys()
+        if issubclass(kind, Trace):
+            stack += [x for x in gc.get_referents(part) if isinstance(x, Trace)]
+        elif kind.__module__.startswith(_WITHOUT_NAMES) and not issubclass(kind, _APART):
+            stack += filter(gc.is_tracked, gc.get_referents(part))
+        elif kind is not ModuleType and type(own := getattr(part, "__dict__", None)) is dict:
+            objects.append(own)
     return found
 
 
 _OF_MODULES = "__builtins__", "__build_class__"
-_WITHOUT_NAMES = "builtins", "functools", "jax", "jaxlib"
-"""Modules of containers and of functions, all that they hold is looked at."""
+_WITHOUT_NAMES = "builtins", "functools", "jax"
+"""Modules of containers and of functions: all that these hold is looked at."""
+_APART = ModuleType, type
+
+
+def names_in(code: CodeType) -> dict[str, None]:
+    """Returns the names that a function reads, those within the functions that it makes too."""
+    names = dict.fromkeys(code.co_names)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            names |= names_in(each)
+    return names
 
 
 def _rules(jaxpr: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ...native.jaxpr import hidden_folders
+from ...native.jaxpr import hidden_folders, names_in
 
 MOST = 1 << 16  # objects that are looked at in a closure, and containers of other things than words
 DEEPEST = 6  # how far objects lie within each other there, but for trees
@@ -226,20 +226,11 @@ def _variables(function: types.FunctionType) -> Iterator[Held]:
             yield cell.cell_contents, name, True
     library = code.co_filename.startswith(hidden_folders())  # its globals are no user's
     own = function.__globals__
-    for name in () if library else _names(code):
+    for name in () if library else names_in(code):
         if name in own:
             yield own[name], name, True
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield value, "a default", True
-
-
-def _names(code: types.CodeType) -> dict[str, None]:
-    """Returns the names that a function reads, those within the functions that it makes too."""
-    names = dict.fromkeys(code.co_names)
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            names |= _names(each)
-    return names
 
 
 _PLAIN = frozenset([str, bytes, bool, int, float, complex, types.NoneType])

@@ -183,11 +183,11 @@ def rewritten(call: Call, options: Options, function: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             graph = Program(program, origins=of_arrays, names=names)
             rows = plan(graph, options.quantization, options.skip)
-            replaced = trace(graph.run)
-            if options.quantization is not None:  # norms write the codes that products read
-                run, codes = with_codes(replaced)
-                replaced = trace(run)
-        program = replaced
+            if any(site is not None for site, _ in rows):
+                program = trace(graph.run)
+                if options.quantization is not None:  # norms write the codes that products read
+                    run, codes = with_codes(program)
+                    program = trace(run)
     except Theirs as failure:
         (error,) = failure.args
         raise error from error.__cause__

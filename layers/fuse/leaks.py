@@ -10,12 +10,15 @@ import collections
 import contextvars
 import functools
 import gc
+import itertools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
@@ -49,7 +52,8 @@ class Leaks:
         if trace() is None:
             return
         rules = held_by_rules(closed)
-        self.in_rules = any(jax_private.is_of(trace(), x) for x in rules.values())
+        tracers = [x for x in rules.values() if isinstance(x, Tracer)]
+        self.in_rules = any(jax_private.is_of(trace(), x) for x in tracers)
         if not self.in_rules and not _is_held_elsewhere(trace(), rules):
             return
         for generation in (1, 2):  # cycles that nothing holds
@@ -153,8 +157,8 @@ def _is_held_elsewhere(x: Any, holders: Mapping[int, Any]) -> bool:
     """Tells if there are more references to an object than those of `holders` and its values."""
     nothing_holds = object()
     count = sys.getrefcount(x) - sys.getrefcount(nothing_holds)
-    held = (each for one in (holders, *holders.values()) for each in gc.get_referents(one))
-    return count != sum(each is x for each in held)
+    held = gc.get_referents(holders, *holders.values())
+    return count != sum(map(operator.is_, held, itertools.repeat(x)))
 
 
 def _described(x: Any) -> str:

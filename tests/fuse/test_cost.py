@@ -92,6 +92,25 @@ def test_reading_and_matching_call_few_functions_for_an_equation(quantization):
     assert many <= (230 if sys.version_info >= (3, 12) else 260)
 
 
+def test_rules_of_derivatives_are_traced_at_little_cost():
+    """A gradient through relus (`custom_jvp`) takes at most 1.6 times as many calls as without."""
+
+    def calls(wrap, n):
+        def chain(x):
+            for _ in range(n):
+                x = jax.nn.relu(x + 1)
+            return x.sum()
+
+        with cProfile.Profile() as profile:
+            jax.make_jaxpr(jax.grad(wrap(chain)))(X)
+        return sum(each.callcount for each in profile.getstats())
+
+    fused = lambda chain: fuse(chain, report=str)
+    calls(fused, 2)
+    plain, ours = (calls(wrap, 60) - calls(wrap, 20) for wrap in (lambda f: f, fused))
+    assert ours <= 1.6 * plain, (ours, plain)
+
+
 # ---------------------------------------------------------------- linear in a program's length
 
 
