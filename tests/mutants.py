@@ -1221,6 +1221,82 @@ MUTANTS = [
         "seconds = now - started",
         "tests/train/test_loop.py::test_the_times_of_steps_do_not_overlap",
     ),
+    # ---------------------------------------------------------------- tests that were once weak
+    # Each of these passed where only one side, the words or the forward were looked at.
+    Mutant(  # each element is clipped, not the norm
+        "train/step.py",
+        "optax.clip_by_global_norm(config.clip)",
+        "optax.clip(config.clip)",
+        "tests/train/test_step.py::test_step_equals_adamw_by_hand",
+    ),
+    Mutant(  # one more reduction
+        "layers/accumulate.py",
+        "[s.sum(0) for s in sums]",
+        "[s.sum(0) + 0 * s.max(0) for s in sums]",
+        "tests/train/test_mesh.py::test_replicas_reduce_once_however_many_microbatches",
+    ),
+    Mutant(  # the log is not read
+        "native/compiler.py",
+        'log = log.rstrip(b"\\0 \\n").decode(errors="replace")',
+        'log = ""',
+        "tests/native/test_cuda_epilogue.py::test_epilogue_compiles_without_spilling[sm_80]",
+    ),
+    Mutant(  # the headers are not read
+        "native/registry.py",
+        'return int(found["MAJOR"]), int(found["MINOR"])',
+        "return compiled_version()",
+        "tests/native/test_cpu_registry.py::test_installed_version_is_read_from_the_headers",
+    ),
+    Mutant(  # axes are swapped
+        "models/sharding.py",
+        'column: P = P("fsdp", "tensor")',
+        'column: P = P("tensor", "fsdp")',
+        "tests/models/test_sharding.py::test_every_parameter_has_a_spec[tiny]",
+    ),
+    Mutant(  # x of ones would stay as it is
+        "layers/norm/spec.py",
+        "y = scaled(norm, wide, centred * jnp.expand_dims(rstd, norm.axes), h.dtype)",
+        "y = scaled(norm, wide, centred, h.dtype)",
+        "tests/layers/test_errors.py::test_implementation_is_what_runs[xla-calls2]",
+    ),
+    Mutant(  # the row of the report stays right
+        "layers/fuse/products.py",
+        "called(finish_gated, *[*map(read, reads), None][:2], **options)",
+        "called(finish_gated, *[*map(read, reads[::-1]), None][:2], **options)",
+        "tests/fuse/test_dropout.py"
+        "::test_a_gated_activation_before_dropout_is_one_pass[silu, gated, the other way round]",
+    ),
+    Mutant(
+        "layers/dense/fp8_norm.py",
+        "reads[3] = False",
+        "pass",
+        "tests/fuse/test_codes.py::test_a_forward_alone_writes_one_layout",
+    ),
+    Mutant(  # the forward is right
+        "layers/modules.py",
+        "hidden = finish(gate, None, mlp.activation, gate.dtype, *up)",
+        "hidden = finish(jax.lax.stop_gradient(gate), None, mlp.activation, gate.dtype, *up)",
+        "tests/layers/test_fused_modules.py::test_what_has_taken_a_place_is_called[down]",
+    ),
+    Mutant(  # arrays stay where they are placed
+        "layers/dense/fp8_mlp.py",
+        "self.hidden_sharding) for w in codes]",
+        "self.hidden_sharding) for w in codes[:1] * len(codes)]",
+        "tests/fuse/test_everywhere.py"
+        "::test_hidden_arrays_stay_where_constraints_place_them[gate and up-fp8]",
+    ),
+    Mutant(  # the result is rounded once more
+        "layers/nnx.py",
+        "return self._norm(narrowed(x, dtype), **given, dtype=dtype, **options)",
+        'return self._norm(narrowed(x, dtype), **given, dtype="float16", **options).astype(dtype)',
+        "tests/layers/test_modules.py::test_when_a_norm_casts[nnx]",
+    ),
+    Mutant(  # on one device as on many
+        "layers/dense/fp8_norm.py",
+        "quantized_norm.quantize(spec, *jax.lax.stop_gradient(tuple(args)), order=order)",
+        "quantized_norm.quantize(spec, *jax.lax.stop_gradient(tuple(args[:3])), order=order)",
+        "tests/fuse/test_codes.py::test_other_norms_on_a_mesh[layer_norm-P('d',)-AxisType.Auto]",
+    ),
 ]
 
 
