@@ -81,7 +81,7 @@ def compare(mask, rounding):
     args = [*draws(*((B, T, H, D),) * 3, scale=0.7), LENGTHS, IDS]
     function = lambda *args: attention(mask, *args)
     fused = Fused(function)
-    want, got = fuse_cases.run(function, fused, args=args)["float32"]
+    want, got = fuse_cases.run(function, fused, args=args, jit=False)["float32"]
     for a, b in zip(got[:2], want[:2]):
         assert max(fuse_cases.errors(a, b, fuse_cases.floor_of(b))) < rounding
     (row,) = [row for row in fused.rows if domain(row) == "attention"]

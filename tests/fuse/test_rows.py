@@ -11,6 +11,7 @@ import pytest
 from fuse import fuzz_losses
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy_interpreter import evaluated
 
 from normfuse import fuse
 from normfuse.layers.fuse import region
@@ -243,7 +244,7 @@ def assert_as_close(found, theirs, exact, factor=3.0):
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_their_own_equations(name):
     args, loss = arguments(), LOSSES[name]
-    run = lambda f, args: jax.value_and_grad(f, (0, 1, 2, 3))(*args)
+    run = lambda f, args: evaluated(jax.value_and_grad(f, (0, 1, 2, 3)))(*args)
     kinds = ("rows", "linear_cross_entropy") if name in ("grpo", "dpo") else ("rows",)
     found = run(served(loss, *args, kinds=kinds), args)
     with jax.enable_x64(True):
@@ -285,11 +286,10 @@ AROUND = {  # a function of a function, inside `fuse` or around it
 def test_contexts(name, inside):
     args, around = arguments(), AROUND[name]
     ours = served(around(distilled), *args) if inside else around(served(distilled, *args))
-    run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+    both = lambda f: jax.value_and_grad(f, (0, 1))
     with jax.enable_x64(True):
-        exact = jax.value_and_grad(around(distilled), (0, 1))(*wide(args))
-        exact = jax.tree.map(np.asarray, exact)
-    assert_as_close(run(ours), run(around(distilled)), exact)
+        exact = jax.tree.map(np.asarray, evaluated(both(around(distilled)))(*wide(args)))
+    assert_as_close(jax.jit(both(ours))(*args), evaluated(both(around(distilled)))(*args), exact)
 
 
 @pytest.mark.parametrize("loss", [kl, bce, top_5], ids=lambda loss: loss.__name__)
@@ -298,12 +298,13 @@ def test_forward_mode_second_order_and_gradients_of_each(loss):
     x, w, *more = args
     along = x[::-1], w[:, ::-1]
 
-    def run(f):
+    def run(f, x, w):
         at = lambda x, w: f(x, w, *more)
         each = jax.vmap(jax.grad(f, (0, 1)), ALL_X)(jnp.stack([x, 2 * x]), w, *more)
         return [jax.jvp(at, (x, w), along), jax.jvp(jax.grad(at, (0, 1)), (x, w), along), each]
 
-    for a, b in zip(*map(jax.tree.leaves, (run(served(loss, *args)), run(loss))), strict=True):
+    found, wanted = (evaluated(run)(f, x, w) for f in (served(loss, *args), loss))
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
@@ -386,7 +387,7 @@ def two_layouts(x, w, other, v, y):
 def test_layouts(loss):
     args = arguments()
     args = (args[0][:66], *args[1:])
-    run = lambda f, args: jax.value_and_grad(f, (0, 1, 2, 3))(*args)
+    run = lambda f, args: evaluated(jax.value_and_grad(f, (0, 1, 2, 3)))(*args)
     found = run(served(loss, *args), args)
     with jax.enable_x64(True):
         exact = jax.tree.map(np.asarray, run(loss, wide(args)))
@@ -420,7 +421,7 @@ def test_what_is_not_finite_is_theirs():
 def test_dtypes(dtype):
     with jax.enable_x64(True):
         args = arguments(dtype=jnp.dtype(dtype))
-        run = lambda f, args: jax.value_and_grad(f, (0, 1))(*args)
+        run = lambda f, args: evaluated(jax.value_and_grad(f, (0, 1)))(*args)
         exact = jax.tree.map(np.asarray, run(kl, wide(args)))
         assert_as_close(run(served(kl, *args), args), run(kl, args), exact)
 
