@@ -718,6 +718,24 @@ MUTANTS = [
         "jnp.where(nothing, 0, 1)",
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
     ),
+    Mutant(  # rows that see nothing are read without their gradients
+        "layers/fuse/unseen.py",
+        "for name, x in got.items():",
+        "for name, x in [(-1, got[-1])]:",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[-inf added-False]",
+    ),
+    Mutant(  # and all of them for the one mask that hides all keys
+        "layers/fuse/unseen.py",
+        "            if len(whole) > 1:\n",
+        "            if False:\n",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[-1e9, then causal -2e9-True]",
+    ),
+    Mutant(  # for scores about 0 alone
+        "layers/fuse/unseen.py",
+        "x + centre * (v == self._scores)",
+        "x",
+        "tests/fuse/test_extremes.py::test_rows_that_see_nothing[-1e9, other maximum-False]",
+    ),
     Mutant(  # scores that a mask has replaced get a gradient
         "layers/fuse/attention.py",
         "q, k = jnp.zeros_like(q), jnp.zeros_like(k)",

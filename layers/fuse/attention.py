@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .forms import ABSORBING, NUMBER, Form, Mask, Row, Scores
+from .forms import Form, Scores
 from .indices import affine, band_of, complement, region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Equation, Program, is_precise
 from .scores import Operands, ScoreForms, conjuncts
 from .sites import Left, Read, Site, called, said
+from .unseen import kind_of
 
 _CHANGING = "mul", "div", "select_n", "add", "sub"
 MASKED = -1e4
@@ -142,7 +143,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
         else:
             factor *= c
     sees = _sort_masks(forms, form, seen)
-    _sort_rows(base, forms.rows[value], seen, sees, _sort_biases(forms, base, seen))
+    _sort_rows(forms, value, form, seen, sees, _sort_biases(forms, base, seen))
     parts = {
         "causal": options["causal"],
         f"window {options['window']}": options["window"],
@@ -291,30 +292,29 @@ def _hides_more(seen: Seen) -> bool:
     return seen.fixed is not None or bool(seen.masks) or any(seen.lengths)
 
 
-def _sort_rows(base: Scores, row: Row, seen: Seen, sees: bool, infinite: bool) -> None:
+def _sort_rows(
+    forms: ScoreForms, value: int, form: Form, seen: Seen, sees: bool, infinite: set[int]
+) -> None:
     """Finds out what rows are that see nothing: `rows` of `attend`."""
-    mean, rows = 1 / size(seen.groups[3]), None
-    if row.number is not None and np.asarray(mean, row.value.dtype) == row.value:
-        row = replace(row, value=np.float64(mean))  # a mean, without the rounding
-    if not sees:
-        rows = _rows(base.masks, row, seen.at_run_time, mean)
-    if infinite:
-        rows = _rows_of_biases(base.masks, row, mean, rows, seen.dtype)
+    keys, rows = size(seen.groups[3]), None
+    if infinite or not sees:
+        rows = kind_of(forms, value, form, keys, sees, infinite)
     if seen.kept and isinstance(rows, float) and rows:  # NaN, or the weight of each value
-        if rows == rows and rows != mean:
+        if rows == rows and rows != 1 / keys:
             raise Left("dropout of rows that see nothing, whose weights are no mean")
-        rows = "written" if rows == mean else rows
-    if rows == "absorbed" and (base.inner is not None or seen.dtype == jnp.float16):
+        rows = "written" if rows == rows else rows
+    if rows in ("absorbed", "shifted") and not infinite and not seen.at_run_time:
+        raise Left("a constant mask that is added, and rows that see nothing")
+    if rows == "absorbed" and (form.base.inner is not None or seen.dtype == jnp.float16):
         raise Left("a number that rounds scores away, which have a soft cap or are float16")
-    seen.options |= {"rows": rows, "infinite": infinite}
+    seen.options |= {"rows": rows, "infinite": bool(infinite)}
 
 
-def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
-    """Takes over the biases that differ along the softmax's axis; tells if one may be -inf."""
-    g, keys, infinite = forms.program, seen.groups[3], False
-    changed = any(m.changed for m in base.masks)
+def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> set[int]:
+    """Takes over biases that differ along the softmax's axis; returns those that may be -inf."""
+    g, keys, infinite = forms.program, seen.groups[3], set()
     for bias, dims, factor in base.biases:
-        if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
+        if base.masks and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
             raise Left("what is added to masked scores is made of scores")
         two, known = two_valued(g, bias), g.const(bias)
         finite = np.isfinite(two.numbers if two else np.nan if known is None else known).all()
@@ -325,7 +325,7 @@ def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
             raise Left("what is added to the scores is a product of the same softmax")
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
-        infinite |= not finite
+        infinite |= set() if finite else {bias}
         sizes = [n * factor for n in two.numbers] if two else []
         if known is not None and known.size:  # each query's largest: a mask may be lower
             along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))
@@ -336,35 +336,6 @@ def _sort_biases(forms: ScoreForms, base: Scores, seen: Seen) -> bool:
             raise Left(f"a bias of {g.avals[bias].dtype.name}, wider than its operands")
         seen.biases.append((bias, dims, factor))
     return infinite
-
-
-def _rows(masks: Sequence[Mask], row: Row, at_run_time: bool, mean: float) -> Any:
-    """Returns what rows are that see nothing by masks: `rows` of `attend`."""
-    if row.kind == "mixed":
-        raise Left("what its rows are that see nothing is not one number")
-    if row.kind == "shifted" or any(m.added for m in masks):
-        first, *more = masks
-        absorbs = abs(first.fill) >= ABSORBING
-        if more or not at_run_time or first.fill == -math.inf or absorbs and row.number != mean:
-            raise Left("a mask that is added, and others, in rows that may see nothing")
-        return "absorbed" if absorbs else "shifted"
-    if row.back[NUMBER] or any(m.changed for m in masks):
-        raise Left("rows that may see nothing have a gradient, or one that is NaN")
-    return math.nan if row.number != row.number else row.number
-
-
-def _rows_of_biases(masks: Sequence[Mask], row: Row, mean: float, rows: Any, dtype: Any) -> Any:
-    """Returns what rows are whose biases are -inf at all keys that masks leave them, too."""
-    numbers = {(m.fill, m.added and m.fill > -math.inf) for m in masks} or {(-math.inf, False)}
-    ((number, adds), *more) = numbers
-    if more or not adds and number > -math.inf and any(m.changed for m in masks):
-        raise Left("a bias that may be -inf, and masks of several numbers")
-    if number == -math.inf:
-        return rows
-    if row.number != mean and (abs(number) >= ABSORBING if adds else row.number is not None):
-        raise Left("a bias that may be -inf, and a mask beside which a log-sum-exp is nothing")
-    step = abs(number) * float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
-    return ("absorbed" if step >= LARGEST_STEP else "shifted") if adds else "written"
 
 
 _TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
@@ -454,8 +425,6 @@ def times(x: Any, factor: float, least: Any = jnp.float32) -> Any:
 
 
 FAINT = 2.0**-40
-LARGEST_STEP = 16
-"""A sum with scores that are rounded to multiples of more than this has nothing left of them."""
 
 
 @jax.custom_jvp

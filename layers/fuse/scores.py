@@ -24,12 +24,10 @@ from .forms import (
     Form,
     Mask,
     Mixed,
-    Row,
     Scores,
     Term,
     Weight,
     plus,
-    row_of,
     scaled,
 )
 from .indices import counted, is_zero, two_valued
@@ -56,8 +54,7 @@ class ScoreForms:
     def __init__(self, program: Program):
         self.program = program
         self.of: dict[int, Form] = {}
-        self.rows: dict[int, Row] = {}  # those that see nothing
-        self.applied: list[Any] = []  # the masks of one equation
+        self.unseen: dict[Any, Any] = {}  # rows that see nothing, by their equations
         self.sides: dict[Equation, list[Dims]] = {}  # the labels of a product's operands
         self.made: set[int] = set()  # computed by sites of other domains
         self.wanted: set[int] = set()  # read by them
@@ -66,13 +63,10 @@ class ScoreForms:
         rule, forms = RULES[equation.name], [self.of.get(v) for v in equation.ins]
         if not any(forms) and rule not in (_dot, _call):
             return
-        self.applied = []
         form = rule(self, equation, *forms)
         out = self.program.avals[equation.outs[0]]
         if form is not None and shape_of(form.dims) == out.shape:
             self.of[equation.outs[0]] = form
-            row = row_of(self, equation, form, frozenset(self.applied))
-            self.rows[equation.outs[0]] = row
 
     def ends(self, kind: str, site_of: Any) -> Iterator[Site | tuple[int, str]]:
         """Yields what `at_ends` does of the Forms that have the property `kind`."""
@@ -495,7 +489,6 @@ def dropped(
         return None
     hidden = {(m.value, m.dims, m.keep) for m in form.base.masks if m.fill == -math.inf}
     if factor == 1 and hidden >= {*parts}:
-        g.applied = parts
         return form
     masks = tuple(dict.fromkeys((*before.masks, *parts)))
     return replace(form, dropout=Dropout(before.factor * factor, masks))
@@ -522,10 +515,9 @@ def _added(g: Any, form: Form, other: int, dims: Dims, sign: float) -> Form | No
         if max(no, yes) == 0 and min(no, yes) < 0:
             return _masked(g, form, two.mask, two.dims, yes == 0, min(no, yes), added=True)
     v, dims, factor, _ = g.peel(other, dims, scale=True)
-    masks = tuple(replace(m, changed=True) for m in form.base.masks)
     biases = (*form.base.biases, (v, dims, factor * sign))
     added = form.base.added | {g.program.avals[other].dtype}
-    return replace(form, base=replace(form.base, biases=biases, masks=masks, added=added))
+    return replace(form, base=replace(form.base, biases=biases, added=added))
 
 
 def _masked(
@@ -543,7 +535,6 @@ def _masked(
     # Each part by itself: one of them may be constant. A row's fill is the same for all.
     if (parts := conjuncts(g, form, pred, dims, keep, split=not added)) is None:
         return None
-    g.applied += parts
     masks = dict.fromkeys((*form.base.masks, *[Mask(*part, fill, added) for part in parts]))
     return replace(form, base=replace(form.base, masks=tuple(masks)))
 
@@ -596,7 +587,7 @@ def one_hot(g: Any, form: Form, pred: int, dims: Dims, selects: bool = False) ->
 
 
 def select(g: Any, made: Equation, _: Any, no: Form | None, yes: Form | None, *more: Any):
-    """A form or a number: `row_of` proves what is left of a row that has the number alone."""
+    """A form or a number: `unseen.py` finds out what becomes of a row that has the number alone."""
     if more or g.program.avals[made.ins[0]].dtype != jnp.bool_ or no and yes:
         return None
     for form, other, keep in ((yes, made.ins[1], True), (no, made.ins[2], False)):

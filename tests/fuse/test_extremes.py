@@ -132,6 +132,10 @@ WEIGHTS = {
         lambda s, m: parts(exps(jnp.where(CAUSAL, jnp.where(m, s, -jnp.inf), -1e9))),
         False,
     ),
+    "-1e9, then causal -2e9": (
+        lambda s, m: parts(exps(jnp.where(CAUSAL, jnp.where(m, s, -1e9), -2e9))),
+        False,
+    ),
     "eps in the sum": (lambda s, m: (e := exps(s) * m) / (late(e)[1] + 1e-9), False),
     "NaN replaced": (lambda s, m: jnp.nan_to_num(parts(exps(jnp.where(m, s, -jnp.inf)))), False),
 }
