@@ -624,9 +624,33 @@ MUTANTS = [
     ),
     Mutant(  # a label outside has a gradient of NaN
         "layers/fuse/losses.py",
-        '            if self.outside.startswith("all"):',
-        "            if False:",
+        'return (base if self.outside == "all nan" else alone) + nan',
+        "return alone + nan",
         "tests/fuse/test_spoiled_losses.py::test_labels_outside_and_weights[take p-mean]",
+    ),
+    Mutant(  # rows without a part in a total have NaN where the cotangent is
+        "layers/cross_entropy/linear.py",
+        "    if total.selects and along:",
+        "    if False:",
+        "tests/fuse/test_losses.py::test_a_cotangent_that_is_not_finite_reaches_rows_with_a_part",
+    ),
+    Mutant(  # a slope of a total with the wrong sign
+        "layers/cross_entropy/op.py",
+        "return softmax.divided(of_lse + b, found[1], labels), b",
+        "return softmax.divided(of_lse - b, found[1], labels), b",
+        "tests/fuse/test_losses.py::test_totals[focal]",
+    ),
+    Mutant(  # what a total reads beside has no gradient
+        "layers/cross_entropy/linear.py",
+        "    if any(map(moves, of_data)):",
+        "    if False:",
+        "tests/fuse/test_losses.py::test_totals[weights]",
+    ),
+    Mutant(  # a factor that is made of all rows
+        "layers/fuse/losses.py",
+        "            if self.program.depends(v, values):",
+        "            if False:",
+        "tests/fuse/test_losses.py::test_what_is_no_total[of all rows]",
     ),
     Mutant(  # rows that an equation combines
         "layers/fuse/rows.py",
@@ -648,8 +672,8 @@ MUTANTS = [
     ),
     Mutant(  # an argmax without a loss beside it
         "layers/fuse/losses.py",
-        "sites = [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]",
-        "sites = [*sites]",
+        "return [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]",
+        "return [*sites]",
         "tests/fuse/test_statistics.py::test_other_statistics_keep_the_logits[no loss]",
     ),
     Mutant(  # an entropy whose probabilities have no gradient
@@ -850,8 +874,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/losses.py",
-        "            loss = jnp.where(self._is_hidden(read, place), lse - self.hidden[1], loss)",
-        "            pass",
+        "loss = jnp.where(next(given), lse - self.hidden[1], loss)",
+        "next(given)",
         "tests/fuse/test_spellings.py::test_spelling[loss: labels that a mask hides, of each row]",
     ),
     Mutant(
@@ -988,7 +1012,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/fuse.py",
-        'left += [(value, "loss", why, (value,)) for value, why in others]',
+        'left += [(v, "loss", why, (v,)) for v in _logits(program)]',
         "pass",
         "tests/fuse/test_front.py::test_the_last_line_says_that_logits_have_no_loss",
     ),

@@ -1,7 +1,8 @@
 """The fused linear layer and cross-entropy."""
 
 import functools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -25,12 +26,12 @@ from ..core.arguments import (
     floating_dtype,
     integer,
 )
-from ..core.op import Batching, Derivative, Op, match, reshard_like
+from ..core.op import Batching, Derivative, Op, jvp_along, match, moves, reshard_like
 from ..core.sharding import axes_of, whole, without
 from ..dense.matmul import asked, equally_varying, with_main_gradient
 from . import op as ops
-from .op import Spec
-from .softmax import IGNORED, UNSELECTED, Softmax, capped, of_rows
+from .op import Spec, Total
+from .softmax import IGNORED, Softmax, of_rows
 
 _OP = "linear_cross_entropy"
 # softcap · tanh(z / softcap) loses logits of less than softcap · 1e-38, float32's least, and with a
@@ -143,91 +144,142 @@ def linear_cross_entropy(
         listed = ", ".join(map(repr, get_args(Reduction)))
         raise ValueError(f"{_OP}: reduction must be one of {listed}, got {reduction!r}")
     _check_shapes(x, kernel, contract)
-    labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
-    return loss_of_rows(
-        x,
-        kernel,
-        labels,
-        mask,
-        bias=_checked_bias(bias, kernel.shape[1 - contract]),
-        weights=_checked_weights(x, weights),
+    vocabulary = kernel.shape[1 - contract]
+    labels, mask = _checked_labels(x, labels, vocabulary, ignore)
+    bias = _checked_bias(bias, vocabulary)
+    spec = Options(
         contract=contract,
         ignores=ignore is not None,
-        weighted=ignore is not None or weights is not None,
         softcap=softcap,
-        z_loss=z_loss,
         label_smoothing=label_smoothing,
-        reduction=reduction,
-        with_lse=flag(_OP, "with_lse", with_lse),
         with_entropy=flag(_OP, "with_entropy", with_entropy),
         dtype=dtype,
         logits_dtype=logits_dtype,
         quantization=quantization,
         chunk_rows=chunk_rows,
-        implementation=implementation,
-    )
+    ).spec(x, kernel, bias)
+    each = Weighted(finite(_OP, "z_loss", z_loss, least=0.0, most=_LARGE))
+    weights, scale = _weights_of_rows(spec, mask, _checked_weights(x, weights), reduction)
+    with_lse = flag(_OP, "with_lse", with_lse)
+    rows = functools.partial(loss_of_rows, x, kernel, bias, labels, implementation=implementation)
+    if reduction == "none" or with_entropy:
+        lse, cost, *entropy = rows(spec=spec)
+        found = each(lse, cost, *[match(a, lse, range(a.ndim)) for a in (labels, weights)])
+        loss = found if reduction == "none" else jnp.sum(found) * scale
+        results = [loss, *[lse] * with_lse, *entropy]
+    else:
+        spec = replace(spec, total=Total(each, 1, linear=not z_loss))
+        loss, *more = rows(weights, scale=scale, spec=spec, with_rows=with_lse)
+        results = [loss, *more[:1]]
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A row's loss times its weight, as `linear_cross_entropy` has it."""
+
+    z_loss: float = 0.0
+
+    def __call__(self, lse: Array, cost: Array, labels: Array, weights: Array) -> Array:
+        # Operands are replaced, not the result: 0 times NaN would be NaN in the derivative.
+        lse, cost = (jnp.where(labels <= IGNORED, 0, value) for value in (lse, cost))
+        return weights * (cost + self.z_loss * jnp.square(lse) if self.z_loss else cost)
+
+
+def _weights_of_rows(
+    spec: Spec, mask: Array, weights: Array | None, reduction: str
+) -> tuple[Array, Array]:
+    """Returns what multiplies each row's loss, NaN where its label is wrong, and then their sum."""
+    sums = compute_dtype(spec.softmax.dtype, spec.logits)
+    mask = mask.astype(sums)
+    counted = None if weights is None else jnp.where(mask == 0, 0, weights.astype(sums))
+    scale = jnp.ones((), sums)
+    if reduction == "mean":
+        if counted is not None:
+            scale = 1 / _sum_of_weights(counted)
+        else:
+            # Without ignored labels the devices need not count them.
+            count = jnp.sum(mask != 0) if spec.ignores else mask.size
+            scale = 1 / jnp.maximum(count, 1).astype(sums)
+    return mask if counted is None else counted * mask, scale
+
+
+def _sum_of_weights(weights: Array) -> Array:
+    """Returns the sum of the weights; 1 where all are 0, so that their mean is 0."""
+    # Weights of both signs may add up to 0, and their mean is then infinite or NaN.
+    total, size = jnp.sum(jnp.stack((weights, jnp.abs(weights))), range(1, weights.ndim + 1))
+    return jnp.where(size == 0, 1, total)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `linear_cross_entropy` computes a row's numbers, by its arguments' names.
+
+    Attributes:
+      ignores: there may be labels that are `IGNORED`.
+    """
+
+    contract: int = 0
+    ignores: bool = False
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    with_entropy: bool = False
+    dtype: Any = None
+    logits_dtype: Any = None
+    quantization: Quantization = None
+    chunk_rows: int | None = None
+
+    def spec(self, x: Array, kernel: Array, bias: Array | None) -> Spec:
+        """Returns the checked description of the operation."""
+        smoothing = finite(_OP, "label_smoothing", self.label_smoothing, least=0.0, most=1.0)
+        dtype = floating_dtype(_OP, self.dtype, x.dtype)
+        check_quantization(_OP, self.quantization, dtype)
+        rows = self.chunk_rows
+        return Spec(
+            softmax=Softmax(
+                softcap=checked_softcap(_OP, self.softcap, _LARGE),
+                dtype=dtype,
+                smoothing=smoothing,
+                share=smoothing / kernel.shape[1 - self.contract] if smoothing else 0.0,
+                entropy=self.with_entropy,
+            ),
+            contract=self.contract,
+            logits=_logits_dtype(self.logits_dtype, dtype),
+            precision=jax.config.jax_default_matmul_precision,
+            chunk=None if rows is None else integer(_OP, "chunk_rows", rows, 1),
+            bias=None if bias is None else False,
+            ignores=self.ignores,
+            quantized=self.quantization is not None,
+        )
 
 
 def loss_of_rows(
     x: Array,
     kernel: Array,
+    bias: Array | None,
     labels: Array,
-    mask: Array,
-    *,
-    bias: Array | None = None,
-    weights: Array | None = None,
-    contract: int = 0,
-    ignores: bool = False,
-    weighted: bool = False,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: Reduction = "mean",
-    with_lse: bool = False,
-    with_entropy: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
-    logits_dtype: jax.typing.DTypeLike | None = None,
-    quantization: Quantization = None,
-    chunk_rows: int | None = None,
+    *data: Array,
+    scale: Any = 1.0,
+    spec: Spec,
+    with_rows: bool = False,
     implementation: Implementation = None,
-) -> Any:
-    """`linear_cross_entropy`, with operands that are checked.
+) -> list[Array]:
+    """Returns each row's log-sum-exp, its cost, lse - Σ t · c, and the entropy if the spec asks.
+
+    Of a spec with a total it returns that times the scale, whose gradients are computed with it,
+    and `with_rows` log-sum-exps and costs; no entropies.
 
     Args:
-      labels: `(*rows)` int32; those below 0 are no words (`softmax.UNSELECTED`, `softmax.IGNORED`).
-      mask: `(*rows)` what multiplies each row's loss beside its weight: 0 for a row that does not
-        count, NaN for a wrong label, else 1.
-      ignores: there may be labels that are `IGNORED`.
-      weighted: a row's weight or mask may be 0.
+      labels: `(*rows)` int32; those below 0 are no words, `softmax.IGNORED` without any gradient.
+      data: `(*rows)` what the total reads.
     """
-    smoothing = finite(_OP, "label_smoothing", label_smoothing, least=0.0, most=1.0)
-    dtype = floating_dtype(_OP, dtype, x.dtype)
-    check_quantization(_OP, quantization, dtype)
-    spec = Spec(
-        softmax=Softmax(
-            softcap=checked_softcap(_OP, softcap, _LARGE),
-            z_loss=finite(_OP, "z_loss", z_loss, least=0.0, most=_LARGE),
-            dtype=dtype,
-            smoothing=smoothing,
-            share=smoothing / kernel.shape[1 - contract] if smoothing else 0.0,
-            entropy=with_entropy,
-        ),
-        contract=contract,
-        logits=_logits_dtype(logits_dtype, dtype),
-        precision=jax.config.jax_default_matmul_precision,
-        chunk=None if chunk_rows is None else integer(_OP, "chunk_rows", chunk_rows, 1),
-        bias=None if bias is None else False,
-        ignores=ignores,
-        weighted=weighted,
-        quantized=quantization is not None,
-    )
 
-    sums = compute_dtype(dtype, spec.logits)
-    weights = None if weights is None else weights.astype(sums)
-
-    def serve(spec: Spec, order: Order) -> Any:
-        operands = _operands(x.astype(dtype), kernel, labels, mask.astype(sums), weights, bias)
-        return _reduced(spec, order, reduction, with_lse, *operands)
+    def serve(spec: Spec, order: Order) -> list[Array]:
+        cast, loss = x.astype(spec.softmax.dtype), Loss(spec, order, with_rows)
+        if not spec.total:
+            return statistics(loss, *_operands(cast, kernel, bias, labels))
+        factor = jnp.asarray(scale, compute_dtype(cast.dtype, spec.logits))
+        return reduced(loss, *_operands(cast, kernel, bias, labels, factor, *data))
 
     return choose(
         _OP,
@@ -239,44 +291,15 @@ def loss_of_rows(
     )
 
 
-def best_words(x: Array, kernel: Array, **options: Any) -> Array:
+def best_words(x: Array, kernel: Array, bias: Array | None, *, spec: Spec) -> Array:
     """Returns argmax_j c_j of each row, `(*rows)` int32, with c as in `linear_cross_entropy`.
 
     It has no gradient, and computes the logits in chunks by a product of its own.
     """
-    spec, operands = _of_logits(*jax.lax.stop_gradient((x, kernel)), **options)
-    return ops.argmax(spec, *operands)[0]
-
-
-def all_logits(x: Array, kernel: Array, **options: Any) -> Array:
-    """Returns c as in `linear_cross_entropy`, `(*rows, vocab)`, for few words."""
-    spec, operands = _of_logits(x, kernel, **options)
-    return capped(spec.softmax, ops.logits(spec, *operands))
-
-
-def _of_logits(
-    x: Array,
-    kernel: Array,
-    *,
-    bias: Array | None = None,
-    contract: int = 0,
-    softcap: float | None = None,
-    logits_dtype: Any = None,
-) -> tuple[Spec, list[Array]]:
-    """Returns the spec and the operands of logits alone."""
-    dtype = x.dtype.name
-    spec = Spec(
-        softmax=Softmax(softcap=checked_softcap(_OP, softcap, _LARGE), dtype=dtype),
-        contract=contract,
-        logits=_logits_dtype(logits_dtype, dtype),
-        precision=jax.config.jax_default_matmul_precision,
-        bias=None if bias is None else False,
-    )
-    rows = jnp.zeros(x.shape[:-1], jnp.int32)
-    bias = None if bias is None else jax.lax.stop_gradient(bias)
-    x, _, _, _, *parameters = _operands(x, kernel, rows, rows, None, bias)
+    x, kernel, bias = jax.lax.stop_gradient((x, kernel, bias))
+    x, *parameters = _operands(x, kernel, bias)
     w, more = _as_read(spec, x, *parameters)
-    return spec, [x, w, *more]
+    return ops.argmax(spec, x, w, *more)[0]
 
 
 # ---------------------------------------------------------------- arguments
@@ -379,25 +402,23 @@ def _logits_dtype(logits_dtype: Any, dtype: str) -> str:
 # ---------------------------------------------------------------- operands that go together
 
 
-def _operands(
-    x: Array, kernel: Array, labels: Array, mask: Array, weights: Array | None, bias: Array | None
-) -> list[Any]:
-    """Returns x, labels, mask, weights, and the parameters, in matching shardings and varying axes.
+def _operands(x: Array, kernel: Array, bias: Array | None, *of_rows: Array) -> list[Any]:
+    """Returns x, arrays of its rows, and the parameters, in matching shardings and varying axes.
 
     The last are the kernel; if it is of 16 bits, the zeros whose gradient is its main gradient
     (`dense.matmul`); and the bias, if there is one.
     """
     parameters = *with_main_gradient(kernel), bias
-    x, labels, mask, weights, kernel, *more = equally_varying(x, labels, mask, weights, *parameters)
+    varying = equally_varying(x, *of_rows, *parameters)
+    x, *rows = varying[: 1 + len(of_rows)]
     meshes = [jax.typeof(a).sharding.mesh for a in (x, kernel)]
     if any(mesh.explicit_axes for mesh in meshes):
         if not meshes[0].explicit_axes:
             x = reshard_like(x, kernel, P(*[None] * x.ndim))
-        rows = whole(jax.typeof(x).sharding.spec, x.ndim)[:-1]
-        x = match_spec(x, x, P(*rows, None))
-    rows = range(labels.ndim)
-    of_rows = [None if a is None else match(a, x, rows) for a in (labels, mask, weights)]
-    return [x, *of_rows, kernel, *[a for a in more if a is not None]]
+        of_x = whole(jax.typeof(x).sharding.spec, x.ndim)[:-1]
+        x = match_spec(x, x, P(*of_x, None))
+    matched = [match(a, x, range(a.ndim)) for a in rows]
+    return [x, *matched, *[a for a in varying[1 + len(rows) :] if a is not None]]
 
 
 def match_spec(array: Array, lead: Array, spec: P) -> Array:
@@ -457,52 +478,12 @@ class Loss(NamedTuple):
 
     spec: Spec
     order: Order  # kernels to try
-    with_lse: bool = False  # return the log-sum-exps with a reduction
+    with_rows: bool = False  # return log-sum-exps and costs with a total
 
-
-def _reduced(
-    spec: Spec,
-    order: Order,
-    reduction: str,
-    with_lse: bool,
-    x: Array,
-    labels: Array,
-    mask: Array,
-    weights: Array | None,
-    *parameters: Array,
-) -> Any:
-    counted = None if weights is None else jnp.where(mask == 0, 0, weights)
-    factors = mask if counted is None else counted * mask  # NaN where the label is wrong
-    scale = jnp.ones((), mask.dtype)
-    if reduction == "mean":
-        if counted is not None:
-            scale = 1 / _sum_of_weights(counted)
-        else:
-            # Without ignored labels the devices need not count them.
-            count = jnp.sum(mask != 0) if spec.ignores else mask.size
-            scale = 1 / jnp.maximum(count, 1).astype(mask.dtype)
-    if reduction == "none" or spec.softmax.entropy:
-        lse, cost, *entropy = statistics(Loss(spec, order), x, labels, *parameters)
-        each = factors * _loss(spec, lse, cost, labels)
-        loss = each if reduction == "none" else jnp.sum(each) * scale
-        results = [loss, *[lse] * with_lse, *entropy]
-    else:
-        results = reduced(Loss(spec, order, with_lse), x, labels, factors, scale, *parameters)
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-def _sum_of_weights(weights: Array) -> Array:
-    """Returns the sum of the weights; 1 where all are 0, so that their mean is 0."""
-    # Weights of both signs may add up to 0, and their mean is then infinite or NaN.
-    total, size = jnp.sum(jnp.stack((weights, jnp.abs(weights))), range(1, weights.ndim + 1))
-    return jnp.where(size == 0, 1, total)
-
-
-def _loss(spec: Spec, lse: Array, cost: Array, labels: Array) -> Array:
-    """Returns each row's loss, before its factor; 0 where it is not selected."""
-    # Its operands are replaced, not its result: 0 times NaN would be NaN in the derivative.
-    lse, cost = (jnp.where(labels <= UNSELECTED, 0, value) for value in (lse, cost))
-    return cost + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else cost
+    def split(self, more: Sequence[Any]) -> tuple[Total, Sequence[Any], Sequence[Any]]:
+        """Returns the total, and of its operands after the labels its data and the parameters."""
+        assert self.spec.total is not None
+        return self.spec.total, more[: self.spec.total.data], more[self.spec.total.data :]
 
 
 def define_statistics(loss: Loss, x: Array, labels: Array, *parameters: Array) -> list[Array]:
@@ -511,16 +492,11 @@ def define_statistics(loss: Loss, x: Array, labels: Array, *parameters: Array) -
     return of_rows(*ops.statistics(loss.spec, x, w, labels, *bias, order=loss.order))
 
 
-def define_reduced(
-    loss: Loss, x: Array, labels: Array, factors: Array, scale: Array, *parameters: Array
-) -> list[Array]:
-    """`(x, labels, factors, scale, kernel[, main][, bias]) -> (loss[, lse])`, of factors a row.
-
-    A factor is the row's weight, 0 if it is ignored, or NaN if its label is wrong.
-    """
-    lse, cost = define_statistics(loss, x, labels, *parameters)
-    total = jnp.sum(factors * _loss(loss.spec, lse, cost, labels))
-    return [total * scale, *[lse] * loss.with_lse]
+def define_reduced(loss: Loss, x: Array, labels: Array, scale: Array, *more: Array) -> list[Array]:
+    """`(x, labels, scale, *data (*rows), kernel[, main][, bias]) -> (total[, lse, cost])`."""
+    total, data, parameters = loss.split(more)
+    rows = define_statistics(loss, x, labels, *parameters)
+    return [jnp.sum(total.each(*rows, labels, *data)) * scale, *rows * loss.with_rows]
 
 
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
@@ -536,43 +512,59 @@ def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) ->
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     """The gradients come with the loss; its tangent is linear in those of the operands."""
     del order
-    x, labels, factors, scale, *parameters = primals
+    x, labels, scale, *more = primals
+    total, data, parameters = spec.split(more)
+    of_data, of_parameters = spec.split(tangents[3:])[1:]
     w, bias = _as_read(spec.spec, x, *parameters)
-    moved, moving = _moving(spec.spec, x, w, tangents[0], tangents[4:])
-    operands = x, w, labels, *bias
-    parts = []  # addends of the tangent
-    if along := [t for t in moving if t is not None]:
-        # The mean's divisor is part of the gradients, except in float16: they would be too small.
-        folded = x.dtype != jnp.float16
-        weights = factors * scale if folded else factors
+    moved, moving = _moving(spec.spec, x, w, tangents[0], of_parameters)
+    operands, gradients = (x, w, labels, *bias), []
+    # A mean's divisor is part of the gradients, except in float16: they would be too small.
+    folded = x.dtype != jnp.float16
+    every_row = lambda number: match(jnp.broadcast_to(number, labels.shape), x, range(labels.ndim))
+    if any(t is not None for t in moving):
         # The product rounds the gradient if its operands have the kernel's dtype and no main
         # gradient is asked for.
-        kernels = [d for d, p in zip(tangents[4:], parameters) if p.ndim == 2]
-        of_kernel = [type(d) is not ad.Zero for d in kernels]
-        dtype = parameters[0].dtype
+        kernels = [d for d, p in zip(of_parameters, parameters) if p.ndim == 2]
+        of_kernel, dtype = [*map(moves, kernels)], parameters[0].dtype
         rounds = of_kernel[0] and not any(of_kernel[1:]) and dtype == x.dtype
         alone = replace(moved, dkernel=dtype.name if rounds and dtype.name in NARROW else None)
-        found = ops.loss_gradients(alone, x, w, labels, weights, *bias, order=spec.order)
+        ct = every_row(scale if folded else jnp.ones_like(scale))
+        found = ops.loss_gradients(alone, x, w, labels, ct, *data, *bias, order=spec.order)
         found, gradients = found[:3], found[3:]
-        dot = lambda g, t: jnp.sum(g.astype(factors.dtype) * t.astype(factors.dtype))
-        tangent = functools.reduce(jnp.add, map(dot, gradients, along))
-        parts.append(tangent if folded else tangent * scale)
     else:
         found = ops.statistics(spec.spec, *operands, order=spec.order)
-    lse, cost = of_rows(*found)
-    each = _loss(spec.spec, lse, cost, labels)
-    total = jnp.sum(factors * each)
-    results, (_, _, dfactors, dscale, *_) = [total * scale], tangents
-    if type(dfactors) is not ad.Zero:
-        parts.append(jnp.sum(dfactors * each) * scale)
-    if type(dscale) is not ad.Zero:
-        parts.append(dscale * total)
-    zero = lambda r: ad.Zero(jax.typeof(r).to_tangent_aval())
-    moves = [functools.reduce(jnp.add, parts) if parts else zero(results[0])]
-    if spec.with_lse:
-        results.append(lse)
-        moves.append(ops.lse_tangents(moved, operands, found, moving, spec.order)[0])
-    return results, moves
+    rows = of_rows(*found)
+    each = lambda *data: [total.each(*rows, labels, *data)]
+    (values,), parts = each(*data), []
+    along = [t for t in moving if t is not None]
+    wide = lambda a: a.astype(rows[0].dtype)
+    dot = lambda g, t, axis=None: jnp.sum(wide(g) * wide(t), axis)
+    if total.selects and along:
+        # Rows without a part in the total, and all if none has one, have their gradients, 0 or NaN,
+        # whatever comes back: NaN times 0 would be NaN.
+        nan = every_row(jnp.full_like(scale, jnp.nan))
+        of_lse, of_cost = total.slopes(rows, labels, nan, *data)
+        has_part = (of_lse != 0) | (of_cost != 0)
+        # Counted with the total: devices add up once.
+        both = jnp.sum(jnp.stack((values, has_part)), range(1, 1 + values.ndim))
+        value, any_has = both[0].astype(values.dtype), both[1] > 0
+        if moving[0] is not None:
+            parts.append(jnp.sum(jnp.where(has_part, dot(gradients.pop(0), along.pop(0), -1), 0)))
+        parts += [jnp.where(any_has, dot(g, t), 0) for g, t in zip(gradients, along)]
+    else:
+        value = jnp.sum(values)
+        parts += map(dot, gradients, along)
+    parts = parts if folded else [part * scale for part in parts]
+    if any(map(moves, of_data)):
+        parts += [jnp.sum(t) * scale for t in jvp_along(each, data, of_data)[1]]
+    if moves(tangents[2]):
+        parts.append(tangents[2] * value)
+    zero = ad.Zero(jax.typeof(value).to_tangent_aval())
+    tangent = functools.reduce(jnp.add, parts).astype(value.dtype) if parts else zero
+    if not spec.with_rows:
+        return [value * scale], [tangent]
+    of_both = ops.lse_tangents(moved, operands, found, moving, spec.order)
+    return [value * scale, *rows], [tangent, *of_both]
 
 
 statistics = Op(

@@ -57,6 +57,35 @@ _SYMBOLIC_WORDS = 1 << 17  # a vocabulary's whose size is not known yet
 
 
 @dataclasses.dataclass(frozen=True)
+class Total:
+    """A sum over rows of a function of their log-sum-exps and costs, lse - picked.
+
+    Attributes:
+      each: `(lse, cost, labels, *data (*rows)) -> each row's addend (*rows)`, of a row's own
+        numbers. It is a part of keys, and its repr of names that all processes share.
+      data: how many arrays it reads beside.
+      linear: an addend is the cost, or where a label is no word the log-sum-exp, times what does
+        not depend on either.
+      selects: rows may have no part in the sum, and are to have no gradient whatever comes back.
+    """
+
+    each: Callable[..., Array]
+    data: int
+    linear: bool = False
+    selects: bool = False
+
+    def slopes(self, rows: Sequence[Array], labels: Array, ct: Array, *data: Array) -> Any:
+        """Returns the derivatives by lse and by cost, given these and the addends' cotangents."""
+        each, pull = jax.vjp(lambda *rows: self.each(*rows, labels, *data), *rows)
+        return pull(ct.astype(each.dtype))
+
+    def factors(self, found: Sequence[Array], labels: Array, *more: Array) -> Any:
+        """Returns a and b of the softmax's gradient, given the statistics."""
+        of_lse, b = self.slopes(softmax.of_rows(*found), labels, *more)
+        return softmax.divided(of_lse + b, found[1], labels), b
+
+
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """The static description of the loss."""
 
@@ -68,7 +97,7 @@ class Spec:
     plain: bool = False  # plain HLO rather than the softmax's kernels
     wanted: tuple[bool, bool] = (True, True)  # gradients to compute: of x, of the kernel
     ignores: bool = False  # rows may be ignored, and then x may be NaN
-    weighted: bool = False  # rows may have weight 0, and then no say in scales
+    total: Total | None = None  # what `loss_gradients` differentiates
     bias: bool | None = None  # True if its gradient is wanted; None without a bias
     groups: int = 0  # leading dimensions of x with a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
@@ -140,11 +169,24 @@ def define_statistics(spec: Spec, x: Array, w: Array, labels: Array, *bias: Arra
 
 
 def define_loss_gradients(
-    spec: Spec, x: Array, w: Array, labels: Array, weights: Array, *bias: Array
+    spec: Spec, x: Array, w: Array, labels: Array, *more: Array
 ) -> list[Array]:
-    """`(x, w, labels, weights (*rows)[, bias]) -> (most, sum, picked[, dx][, dw][, dbias])`."""
-    g, *found = softmax.define_both(spec.softmax, logits(spec, x, w, *bias), labels, weights)
-    return [*found, *_gradients(spec, x, w, g, weights)]
+    """`(x, w, labels, ct, *data (*rows)[, bias]) -> (most, sum, picked[, dx][, dw][, dbias])`."""
+    total, data, bias = _of_total(spec, more)
+    z = logits(spec, x, w, *bias)
+    found = softmax.define_statistics(spec.softmax, z, labels)
+    factors = total.factors(found, labels, *data)
+    (g,) = softmax.define_gradient(spec.softmax, z, labels, found[0], *factors)
+    return [*found, *_gradients(spec, x, w, g, *factors)]
+
+
+def _of_total(
+    spec: Spec, more: Sequence[Array]
+) -> tuple[Total, Sequence[Array], tuple[Array, ...]]:
+    """Returns the total, its cotangent and data, and the bias, if there is one."""
+    assert spec.total is not None
+    count = 1 + spec.total.data
+    return spec.total, more[:count], tuple(more[count:])
 
 
 def define_gradients(
@@ -200,7 +242,7 @@ def _quantized(
         report(spec.op, why, by="unquantized products")
         return spec, []
     codes = Codes(E5M2.dtype, *spec.wanted, spec.op)
-    alone = not _part(spec, split, x, w).axes
+    alone = not _part(spec, split, x, w).axes and spec.total is not None and spec.total.linear
     own = replace(spec, softmax=replace(spec.softmax, codes=codes, as_with_gradient=alone))
     if not spec.wanted[0]:
         return own, []
@@ -253,8 +295,7 @@ def _gradients_of_codes(
         (dx,) = _multiply(dot, q, kernel, scale.reshape(()), by.reshape(()))
         found.append(dx[:rows])
     if spec.wanted[1]:
-        if spec.weighted:
-            x = jnp.where(softmax.unused(*factors)[..., None], 0, x)  # no say in its scale
+        x = jnp.where(softmax.unused(*factors)[..., None], 0, x)  # these have no say in its scale
         of_x = Codes(FORMAT, False, True, spec.op)
         xt, by = _kernel(spec, quantize_kernel, order, of_x)(_padded(x, 0))
         sums = compute_dtype(x.dtype)
@@ -484,33 +525,34 @@ def _loss_gradients_body(
     x: Array,
     w: Array,
     labels: Array,
-    weights: Array,
-    *bias: Array,
+    *more: Array,
     order: Order,
 ) -> list[Array]:
+    total, data, bias = _of_total(spec, more)
     part = _part(spec, split, x, w)
     w, bias = _aligned(spec, w, bias)
     spec, codes = _quantized(spec, split, x, w, order)
 
-    def chunk(spec, sums, x, labels, weights):
+    def chunk(spec, sums, x, labels, *data):
         z = logits(spec, x, w, *bias)
-        if part.axes or spec.softmax.codes:
-            found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
-            most, total, _ = found
-            slope = softmax.along_lse(spec.softmax, softmax.lse_of(most, total), weights)
-            a = softmax.divided(slope, total, labels)
-            g = _gradient(spec, order)(z, labels, most, a, weights)
+        if total.linear and not (part.axes or spec.softmax.codes):
+            zeros = jnp.zeros(labels.shape, compute_dtype(z.dtype))
+            of_lse, b = total.slopes((zeros, zeros), labels, *data)  # known before the logits
+            factors = [of_lse + b]
+            *g, most, every, picked = _kernel(spec, softmax.both, order)(z, labels, *factors)
+            found = most, every, picked
         else:
-            *g, most, total, picked = _kernel(spec, softmax.both, order)(z, labels, weights)
-            found = most, total, picked
-        dx, dw = _added(spec, order, sums, x, [w, *codes], g, weights)
+            found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
+            factors = total.factors(found, labels, *data)
+            g = _gradient(spec, order)(z, labels, found[0], *factors)
+        dx, dw = _added(spec, order, sums, x, [w, *codes], g, *factors)
         return [*found, *dx], dw
 
     def run(*arrays):
         own, size = _parts(spec, split, x.ndim, arrays[0], w)
         return _of_words(spec, _in_chunks(functools.partial(chunk, own), arrays, size), part.size)
 
-    return _each_group(spec, split, run, x, part.local(labels), weights, results=3)
+    return _each_group(spec, split, run, x, part.local(labels), *data, results=3)
 
 
 def _gradients_body(
@@ -537,9 +579,9 @@ def _gradients_body(
 def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    These are x, w (the kernel), r (a number for each row), e (one for its entropy, if wanted), b
-    (the bias, if there is one) and g (the gradients of x, the kernel and the bias, as far as they
-    are wanted).
+    These are x, w (the kernel), r (a number for each row), e (one for its entropy, if wanted), d
+    (the data of a total), b (the bias, if there is one) and g (the gradients of x, the kernel and
+    the bias, as far as they are wanted).
     """
 
     def dims(spec: Spec, x_ndim: int, *_: int) -> Dims:
@@ -548,6 +590,7 @@ def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
         w = (n, v) if spec.contract == 0 else (v, n)
         found: dict[str, list[Any]] = {"x": [x], "w": [w], "r": [x[:-1]]}
         found["e"] = [x[:-1]] * spec.softmax.entropy
+        found["d"] = [x[:-1]] * (spec.total.data if spec.total else 0)
         found["b"] = [(v,)] * (spec.bias is not None)
         groups = range(spec.groups)
         of_parameters = [(*groups, *w)] * spec.wanted[1] + [(*groups, v)] * bool(spec.bias)
@@ -621,7 +664,7 @@ argmax = Op(
 loss_gradients = _of_gradients(
     "cross_entropy_loss_gradients",
     define_loss_gradients,
-    _chunked(_dims("xwrrb", "rrrg"), _loss_gradients_body),
+    _chunked(_dims("xwrrdb", "rrrg"), _loss_gradients_body),
 )
 gradients = _of_gradients(
     "cross_entropy_gradients",
@@ -655,7 +698,7 @@ def _backward(
     of_bias = wanted[3] if bias else None
     along = [ct for ct in cts[2:] if ct is not None]  # entropies that have a gradient
     of_rows = replace(spec.softmax, entropy=bool(along))
-    spec = replace(spec, softmax=of_rows, wanted=(wanted[0], wanted[1]), bias=of_bias)
+    spec = replace(spec, softmax=of_rows, wanted=(wanted[0], wanted[1]), bias=of_bias, total=None)
     divided = functools.partial(softmax.divided, total=total, labels=labels)
     dlse = sum([ct * divided(spread[0]) for ct in along], dlse + dcost)
     factors = [divided(dlse), dcost, *map(divided, along)]
@@ -667,12 +710,14 @@ def _without_gradients(used: list[bool], eqn: Any) -> Any:
     """Dead code: where nobody uses a gradient the statistics alone are computed."""
     if any(used[3:]):
         return [True] * len(eqn.invars), eqn
-    invars = [*eqn.invars[:3], *eqn.invars[4:]]
-    params = {**eqn.params, "tree": all_there(invars)}
+    data = 1 + eqn.params["spec"].total.data
+    invars = [*eqn.invars[:3], *eqn.invars[3 + data :]]
+    spec = replace(eqn.params["spec"], total=None)
+    params = {**eqn.params, "spec": spec, "tree": all_there(invars)}
     eqn = eqn.replace(
         primitive=statistics.primitive, invars=invars, outvars=eqn.outvars[:3], params=params
     )
-    return [True, True, True, False, *[True] * len(invars[3:])], eqn
+    return [True] * 3 + [False] * data + [True] * len(invars[3:]), eqn
 
 
 on_unused_results(loss_gradients.primitive, _without_gradients)

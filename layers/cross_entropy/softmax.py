@@ -41,7 +41,6 @@ class Softmax:
     """The static description of the softmax."""
 
     softcap: float | None = None  # bound on |c|, if any
-    z_loss: float = 0.0  # coefficient of lse² in the loss
     dtype: str = "bfloat16"  # the gradient's dtype
     smoothing: float = 0.0  # how much of the label's target is shared by all words
     share: float = 0.0  # a word's: smoothing / the whole vocabulary's words
@@ -61,8 +60,6 @@ def capped(spec: Softmax, z: Array) -> Array:
     return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
 
 
-UNSELECTED = -(2**29)
-"""The label of a row whose loss a select replaces by 0: its gradient has the factor 0, as any."""
 IGNORED = -(2**30)
 """The label of a row that costs nothing: its gradient is 0, whatever its logits are. -1 is only no
 word."""
@@ -116,9 +113,9 @@ def unused(*factors: Array) -> Array:
 
 
 def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[Array]:
-    """`(z, labels, weights (*rows)) -> (g, most, sum, picked)`: of Σ weights · (loss + z-loss)."""
+    """`(z, labels, weights (*rows)) -> (g, most, sum, picked)`: of Σ weights · loss."""
     most, total, picked = define_statistics(spec, z, labels)
-    a = divided(along_lse(spec, lse_of(most, total), weights), total, labels)
+    a = divided(weights, total, labels)
     (g,) = define_gradient(spec, z, labels, most, a, weights)
     return [g, most, total, picked]
 
@@ -178,24 +175,10 @@ def define_codes(
     return [*[q] * spec.codes.has_q, *[q.T] * spec.codes.has_qt, scale]
 
 
-def lse_of(most: Array, total: Array) -> Array:
-    """Returns log Σ_j exp(c_j)."""
-    return most + jnp.log(total)
-
-
 def of_rows(most: Array, total: Array, picked: Array, *spread: Array) -> list[Array]:
     """Returns lse, lse - picked without lse's rounding, which may be larger, and entropies."""
     log = jnp.log(total)
-    return [lse_of(most, total), (most - picked) + log, *[log - s / total for s in spread]]
-
-
-def along_lse(spec: Softmax, lse: Array, weights: Array) -> Array:
-    """Returns the derivative of weights · (lse + z_loss · lse²); 0 of weight 0, whatever lse is."""
-    if not spec.z_loss:
-        return weights
-    slope = lambda lse: 1 + 2 * spec.z_loss * lse
-    unused = (weights == 0) & ~jnp.isfinite(slope(lse))
-    return weights * slope(jnp.where(unused, 0, lse))
+    return [most + log, (most - picked) + log, *[log - s / total for s in spread]]
 
 
 def divided(slope: Array, total: Array, labels: Array) -> Array:
@@ -299,7 +282,7 @@ def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[A
             macros["G_TYPE"] = CUDA_TYPES[spec.dtype]
         values = 3 if spec.smoothing else 2
         slots = 2 * values * chosen.slices * -(-chosen.threads // 32)  # two sets of numbers
-        numbers = (*_numbers(spec), spec.z_loss)
+        numbers = _numbers(spec)
         g = jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.dtype))
         statistic = jax.ShapeDtypeStruct((rows,), compute_dtype(z.dtype))
         return launch(

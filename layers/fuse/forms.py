@@ -88,16 +88,6 @@ class Mixed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
-    """A factor of losses: an array, or a mask that selects them (`select`)."""
-
-    value: int
-    dims: Dims
-    select: bool = False
-    keep: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
 class Dropout:
     """A factor of probabilities: a number where all masks keep them, 0 elsewhere.
 
@@ -117,10 +107,10 @@ class Form:
       hot: it is multiplied by an array of two numbers, a one-hot array: a term's `labels`, the
         axis, the number elsewhere, and there. No labels: by the scores' softmax along the axis,
         times the last number.
-      summed: what labels it was summed over.
+      summed: what labels beside its axis an array with one-hot factors was summed over.
       mixed: the product with v, of an exponential.
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
-      weights: what losses were multiplied by, before they were summed.
+      weights: (value, labels) of what it was multiplied by before.
       stopped: the scores went through `stop_gradient`.
       dropout: what probabilities were multiplied by before their product with v.
     """
@@ -134,7 +124,7 @@ class Form:
     summed: frozenset[Label] = frozenset()
     mixed: Mixed | None = None
     safe: bool = False
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[tuple[int, Dims], ...] = ()
     stopped: bool = False
     dropout: Dropout | None = None
 

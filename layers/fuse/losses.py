@@ -1,8 +1,14 @@
-"""Losses in a program: log-sum-exps and picked elements of logits, without the logits."""
+"""Losses in a program: numbers of each row of logits, and what is added up of them, without logits.
+
+A loss begins with log-sum-exps and picked elements of logits, one for each row. What follows are
+the function's own equations, of few numbers. Where they lead row by row to one total that is
+differentiated, they are a part of the operation, which computes its gradients at once.
+"""
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,40 +16,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
-from ..cross_entropy.linear import all_logits, best_words, loss_of_rows, match_spec
-from ..cross_entropy.op import aligned_words
-from ..cross_entropy.softmax import UNSELECTED
+from ..cross_entropy.linear import Options, best_words, loss_of_rows, match_spec
+from ..cross_entropy.op import Total, aligned_words
 from ..quantization.quantize import fits
 from .attention import MASKED, times
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
-from .indices import two_valued
 from .labels import Labels, arrange, atoms, expand, size
+from .plan import Plan, only_end
 from .products import unfit
 from .program import Program
+from .rows import Chunk, Rows, latest
 from .scores import Operands, ScoreForms
 from .sites import Left, Read, Site, called, said
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
 _ARGMAX = ", argmax"
+_SELECTING = "select_n", "clamp"
 
 
-class Loss(Site):
-    """A sum of log-sum-exps and picked elements of x · kernel, by `linear_cross_entropy`.
+class Loss:
+    """A number for each row, of log-sum-exps and picked elements of x · kernel.
 
     Attributes:
+      value: it in the program.
       of: the logits' product: x is cut to `rows` and multiplied by `factor`, and the kernel is
         `transposed` where it is stored (vocabulary, features).
       labels: a pick's (value, labels, order), None for log-sum-exps alone.
       outside: what one outside the vocabulary gives.
       lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
-      form: the value's; it has what is summed over, and the weights.
+      form: the value's; it has what is summed over, and the weights before.
       hidden: the words whose logits a mask replaces, and the number that it writes; None.
-      explicit: its kernel is on a mesh of Explicit axes.
-      certain: no row's weight is beside a mask and may not be finite, which differs before the mask
-        and after it.
 
     Raises:
       Left: where the value has to stay as it is, with the reason.
@@ -81,6 +87,7 @@ class Loss(Site):
         self.lse, self.pick, self.sum, self.entropy = lse, pick, total, -mean
         picked = [t for t, _ in form.terms if t.kind == "pick"]
         labels, self.outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
+        self.has_outside = self.outside not in ("", "clip")
         if self.outside == "all 0" and (
             abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
         ):
@@ -93,192 +100,111 @@ class Loss(Site):
             raise Left("its labels differ along more than its rows")
         if labels is not None and expand(labels[2]) != words:
             raise Left("its labels count words in another order than the kernel's")
-        softcap, factor = found.softcap, found.factor
-        dtype, logits = jnp.promote_types(found.x[3], found.w[3]), g.avals[base.dot.outs[0]].dtype
-        known = dtype in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
-        if not known or logits == jnp.float64 != dtype:
-            raise Left(f"operands of {dtype} for logits of {logits}")
-        if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
-            factor = 1.0  # cap · (1 / cap), as its dtype rounds it
-        # The bias is added in the widest of these.
-        logits = functools.reduce(jnp.promote_types, [logits, *base.added])
-        if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
-            why = f"its logits are multiplied by {factor:g}, which {dtype} operands would round"
-            raise Left(why)
-        why = ""
-        if quantization:
-            kernel = g.avals[base.dot.ins[found.right]]
-            count = aligned_words(size(words), softcap)
-            why = unfit(base.dot, dtype, size(contract), count)
-            why = why or _unfit_here(kernel, size(words), softcap)
+        dtype, logits, factor = _dtypes(g, found)
+        self.why = _unfit(g, found, dtype) if quantization else ""
         pairs = found.x, found.w, *([labels] if labels else []), *base.biases
-        reads = [v for v, *_ in pairs] + [a.value for a in (*base.masks, *form.weights)]
-        self.form, self.labels, self.factor = form, labels, factor
-        factors = {w.value for w in form.weights if not w.select}
-        masked = len(factors) < len(form.weights)
-        self.certain = not masked or all(_is_finite(g, v) for v in factors)
+        self.reads = [v for v, *_ in pairs] + [v for v, _ in form.weights]
+        self.reads += [m.value for m in base.masks]
+        self.value, self.form, self.labels, self.factor = value, form, labels, factor
         self.dtype, self.logits_dtype = dtype, jnp.promote_types(logits, dtype)
-        self.explicit = bool(g.avals[found.w[0]].sharding.mesh.explicit_axes)
         self.aval, self.to = g.avals[value], ([*[[a] for a in whole], contract], kernel_to)
-        self.quantization = None if why else quantization
-        parts = {
-            "sum": self.total,
-            "a row each": not self.total,
-            f"softcap {softcap}": softcap,
-            "bias": base.biases,
-            "masked words": base.masks,
-            "log-sum-exps": lse and not picked,
-            "entropies": mean,
-            "label smoothing": total,
-            "weighted": form.weights,
-            "gradient in fp8": self.quantization,
-            f"gradient not in fp8 ({why})": why,
-        }
-        super().__init__(
-            outs=(value,),
-            reads=tuple(dict.fromkeys(reads)),
-            dead=(base.dot.outs[0],),
-            what=f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}",
-            served=f"linear_cross_entropy: {said(parts)}",
-            compute=lambda read: [self.computed(read, {}, self.total)],
-        )
+        self.quantization = None if self.why else quantization
+        of_weights = [g.avals[v].dtype for v, _ in form.weights]
+        self.types = [jnp.dtype(bool)] * self.has_outside + of_weights  # without hidden words
+        self.what = f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}"
 
     @property
-    def total(self) -> bool:
-        """Tells if it is a multiple of the sum of all rows' cross-entropies."""
-        cross = self.lse == -self.pick and self.hidden is None and self.certain
-        others = self.sum or self.entropy or self.form.stopped
-        if "drop" in self.outside:  # reads two words of the kernel
-            others = others or self.explicit
-        return cross and not others and self.form.summed >= set(self.rows)
+    def is_plain(self) -> bool:
+        """Tells if it is made of log-sum-exps and costs alone."""
+        return not (self.sum or self.entropy or self.hidden)
 
-    def computed(self, read: Read, shared: dict[Any, Any], total: bool) -> Any:
-        """Returns the value; `shared` has the losses and log-sum-exps of rows, once computed."""
-        place = lambda v, dims: arrange(v, dims, [[a] for a in self.rows])
-        factors = [(w, place(read(w.value), w.dims)) for w in self.form.weights]
-        if total:
-            return self._total(read, place, factors)
-        if self.labels not in shared:
-            entropy = bool(shared.get("entropy", self.entropy))
-            options = {"reduction": "none", "with_lse": True, "with_entropy": entropy}
-            words = None if self.labels is None else self._word_of(read, place)
-            shared[self.labels] = self._call(read, words, **options)
-            shared.setdefault(None, shared[self.labels])  # log-sum-exps come with any losses
-        loss, lse, *entropy = shared[self.labels]
-        y = self._combined(read, place, loss, lse)
-        if self.sum:
-            y = y + self.sum * self._totals(read)
-        if self.entropy:
-            bias, kept = self._bias(read), 1
-            if bias is not None and self.of.softcap is None:  # theirs: 0 times a logit of -inf
-                kept = jnp.where(jnp.any(bias == -jnp.inf), jnp.nan, 1)
-            y = y + self.entropy * entropy[0] * kept
-        x, kernel = self._operands(read)
-        if self.hidden is not None and jax.typeof(kernel).sharding.mesh.empty:
-            # On a mesh devices would have to exchange it.
-            y = y + called(_unread, x, kernel, self.hidden[0], words=int(not self.transposed))
+    @property
+    def is_cost(self) -> bool:
+        """Tells if its slopes are known before the logits are, see `Total.linear`."""
+        cross = self.lse == -self.pick and self.outside != "drop"
+        return self.is_plain and cross and not self.form.stopped
+
+    def site(self, values: Sequence[int], reads: Any, more: str, served: str, compute: Any) -> Site:
+        """Returns the site of values of its logits."""
+        dead, reads = (self.of.base.dot.outs[0],), tuple(dict.fromkeys(reads))
+        return Site(tuple(values), reads, self.what + more, served, dead=dead, compute=compute)
+
+    # ------------------------------------------------------------ its value
+
+    def data(self, read: Read) -> list[Any]:
+        """Returns what it is computed from beside the logits, `(*rows)` each."""
+        marks = []
+        if self.hidden is not None and self.labels is not None:
+            marks.append(self._is_hidden(read))
+        if self.has_outside:
+            marks.append(self._inside(read))
+        return [*marks, *[self._place(read(v), dims) for v, dims in self.form.weights]]
+
+    def of_rows(self, lse: Any, loss: Any, *data: Any, more: Any = 0) -> Any:
+        """Returns the number of each row, given log-sum-exps, losses and `data`.
+
+        A factor of 0 is left out where log-sum-exps cancel: 0 times infinity is NaN.
+        """
+        given, times = iter(data), lambda c, value: c * value if c else jnp.zeros_like(value)
+        alone = base = y = times(self.lse, lse)
+        if self.labels is not None:
+            if self.hidden is not None:
+                loss = jnp.where(next(given), lse - self.hidden[1], loss)
+            base = times(self.lse + self.pick, lse)
+            y = base - self.pick * loss
+        if self.has_outside:
+            inside = next(given)
+            y = jnp.where(inside, y, self._outside(inside, alone, base, lse, loss))
+        y = y + more
         y = jax.lax.stop_gradient(y) if self.form.stopped else y
-        for w, value in factors:
-            y = jnp.where(value == w.keep, y, 0) if w.select else y * value
+        for weight in given:
+            y = y * weight
+        return y
+
+    def _outside(self, inside: Any, alone: Any, base: Any, lse: Any, loss: Any) -> Any:
+        """Returns the numbers of rows whose labels are outside."""
+        kept = self.pick * jax.lax.stop_gradient(loss)
+        match self.outside:
+            case "0":
+                return alone
+            case "all 0":
+                return -self.sum * self.vocabulary * lse if self.sum else jnp.zeros_like(lse)
+            case "drop":
+                return alone + self.pick * jax.lax.stop_gradient(lse) - kept
+            case "all drop":
+                return base - kept
+        # The root of -1: no constant, for jax.debug_nans, nor 0 / 0, of which XLA of JAX 0.10 makes
+        # 0 beside a constant weight.
+        nan = jnp.sqrt(inside.astype(jnp.float32) - 1)
+        return (base if self.outside == "all nan" else alone) + nan
+
+    def added_up(self, y: Any) -> Any:
+        """Returns its value in the program, given each row's number."""
         y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.form.summed])
         left = tuple((a,) for a in self.rows if a not in self.form.summed)
         return arrange(y, left, self.form.dims).astype(self.aval.dtype)
 
-    def _combined(self, read: Read, place: Any, loss: Any, lse: Any) -> Any:
-        """Returns the rows' log-sum-exps and picked logits, lse - loss, times their factors.
+    def _place(self, x: Any, dims: Any) -> Any:
+        return arrange(x, dims, [[a] for a in self.rows])
 
-        A factor of 0 is left out where log-sum-exps cancel: 0 times infinity is NaN.
-        """
-        times = lambda c, value: c * value if c else jnp.zeros_like(value)
-        if self.labels is None:
-            return times(self.lse, lse)
-        if self.hidden is not None:
-            loss = jnp.where(self._is_hidden(read, place), lse - self.hidden[1], loss)
-        base, alone = times(self.lse + self.pick, lse), times(self.lse, lse)
-        y = base - self.pick * loss
-        match self.outside:
-            case "clip":
-                return y
-            case "all 0":
-                outside = times(-self.sum * self.vocabulary, lse)
-            case "all nan":
-                outside = base + jnp.nan
-            case "all drop":
-                outside = base - self.pick * jax.lax.stop_gradient(loss)
-            case "0":
-                outside = alone
-            case "nan":
-                outside = alone + jnp.nan
-            case _:
-                outside = alone + self.pick * jax.lax.stop_gradient(lse - loss)
-        return jnp.where(self._inside(read, place), y, outside)
-
-    def _total(self, read: Read, place: Any, factors: Any) -> Any:
-        """Returns the sum of all rows' losses, whose gradients are computed with it."""
-        kept = [value == w.keep for w, value in factors if w.select]
-        selected = functools.reduce(jnp.logical_and, kept) if kept else None
-        weights = [value for w, value in factors if not w.select]
-        wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
-        weights = functools.reduce(lambda a, b: wide(a) * b, weights) if weights else None
-        words, counted, late = self._word_of(read, place), selected, None
-        if self.outside not in ("", "clip"):
-            inside = self._inside(read, place)
-            words = jnp.where(inside, words, -1)
-            if self.outside.startswith("all"):  # labels outside have no part in the gradient
-                counted = inside if selected is None else selected & inside
-            if not self.outside.endswith("0"):
-                late = ~inside if selected is None else selected & ~inside
-        if counted is not None:
-            words = jnp.where(counted, words, UNSELECTED)
-        whole = self.outside == "all drop"  # the loss of labels outside
-        options = {"reduction": "sum", "with_lse": whole, "weights": weights}
-        found = self._call(read, words, counted, **options)
-        y, lse = found if whole else (found, None)
-        if late is not None:  # but one in the value
-            more = jax.lax.stop_gradient(self._outside(read, place, lse))
-            more = jnp.where(late, more if weights is None else wide(weights) * more, 0)
-            y = y + jnp.sum(more)
-        y = self.lse * y
-        if selected is not None:  # no rows have no gradient, also where 0 divides their sum
-            # Counted in float32, so that devices add it up with the loss, or with a mean's.
-            count = jnp.sum(selected, dtype=jnp.float32)
-            y = jnp.where(count > 0, y, jax.lax.stop_gradient(y))
-        return y.astype(self.aval.dtype).reshape(self.aval.shape)
-
-    def _outside(self, read: Read, place: Any, lse: Any) -> Any:
-        """Returns the part of each row's loss that has no gradient, if its label is outside."""
-        if self.outside.endswith("nan"):
-            # The root of -1: no constant, for jax.debug_nans, nor 0 / 0, of which XLA of JAX 0.10
-            # makes 0 beside a constant weight.
-            return jnp.sqrt(self._inside(read, place).astype(jnp.float32) - 1)
-        # A label is clipped to the first word, or to the last.
-        x, kernel = self._operands(read)
-        axis, step, of_words = int(not self.transposed), self.vocabulary - 1, self._logits(read)
-        ends = jax.lax.slice_in_dim(kernel, 0, None, step, axis)
-        if (bias := of_words["bias"]) is not None:
-            of_words["bias"] = bias[::step]
-        z = all_logits(x, ends, **of_words)
-        picked = jnp.where(self._words(read, place) < 0, z[..., 0], z[..., -1])
-        return -picked if lse is None else lse - picked
-
-    def _words(self, read: Any, place: Any) -> Any:
+    def _words(self, read: Read) -> Any:
         """The labels, in a dtype that has -1 and the size of the vocabulary."""
         assert self.labels is not None
-        labels = place(read(self.labels[0]), self.labels[1])
+        labels = self._place(read(self.labels[0]), self.labels[1])
         if jnp.iinfo(labels.dtype).max < self.vocabulary:
             return labels.astype(jnp.int32)
         if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
             return jnp.minimum(labels, self.vocabulary).astype(jnp.int32)
         return labels
 
-    def _inside(self, read: Any, place: Any) -> Any:
-        labels = self._words(read, place)
+    def _inside(self, read: Read) -> Any:
+        labels = self._words(read)
         return (labels >= 0) & (labels < self.vocabulary)
 
-    def _is_hidden(self, read: Any, place: Any) -> Any:
+    def _is_hidden(self, read: Read) -> Any:
         """Tells which labels are of words whose logits a mask replaces."""
         assert self.hidden is not None
-        labels = self._words(read, place)
+        labels = self._words(read)
         within = jnp.clip(labels, 0, self.vocabulary - 1)
         of_words, sharding = jnp.asarray(self.hidden[0]), jax.typeof(within).sharding
         explicit = sharding if sharding.mesh.explicit_axes else None
@@ -287,7 +213,22 @@ class Loss(Site):
         hidden = of_words.at[within].get(out_sharding=explicit)
         return hidden if self.outside.endswith(("clip", "drop")) else hidden & (labels == within)
 
-    def _bias(self, read: Any) -> Any:
+    def words(self, read: Read) -> Any:
+        """Returns the word that each label picks, -1 for none; without labels any."""
+        if self.labels is None:
+            return self._place(jnp.zeros((), jnp.int32), ())
+        labels = self._words(read)
+        if self.outside.endswith(("clip", "drop")):
+            words = jnp.clip(labels, 0, self.vocabulary - 1)
+        else:
+            words = jnp.where(self._inside(read), labels, -1)
+        if self.hidden:  # their cost is added later
+            words = jnp.where(self._is_hidden(read), int(np.argmin(self.hidden[0])), words)
+        return words.astype(jnp.int32)
+
+    # ------------------------------------------------------------ its logits
+
+    def bias(self, read: Read) -> Any:
         """Returns what is added to the logits, one number a word; None for nothing."""
         wide = jnp.promote_types(self.logits_dtype, jnp.float32)
         added = [(times(read(v), factor, wide), dims) for v, dims, factor in self.of.base.biases]
@@ -309,7 +250,8 @@ class Loss(Site):
         hidden = np.expand_dims(self.hidden[0], int(self.transposed))
         return jnp.where(hidden, 0, kernel)
 
-    def _operands(self, read: Any) -> tuple[Any, Any]:
+    def operands(self, read: Read) -> tuple[Any, Any]:
+        """Returns x, `(*rows, n)`, and the kernel."""
         x, kernel = (
             arrange(read(v), dims, to) for (v, dims, *_), to in zip((self.of.x, self.of.w), self.to)
         )
@@ -321,44 +263,40 @@ class Loss(Site):
             x = x * jnp.asarray(self.factor, self.dtype)
         return x, kernel
 
-    def _logits(self, read: Any) -> dict[str, Any]:
-        """Returns what makes the logits of x · kernel."""
-        options = {"contract": int(self.transposed), "softcap": self.of.softcap}
-        return options | {"bias": self._bias(read), "logits_dtype": self.logits_dtype}
+    def logits(self, read: Read, entropy: bool = False) -> tuple[list[Any], Any]:
+        """Returns x, the kernel and the bias of an operation, and its spec."""
+        (x, kernel), bias = self.operands(read), self.bias(read)
+        spec = Options(
+            contract=int(self.transposed),
+            softcap=self.of.softcap,
+            with_entropy=entropy,
+            logits_dtype=self.logits_dtype,
+            quantization=self.quantization,
+        ).spec(x, kernel, bias)
+        return [x, self._seen(kernel), bias], spec
 
-    def _totals(self, read: Any) -> Any:
-        """Σ of a row's logits: x times the sum of the kernel's words."""
-        x, kernel = self._operands(read)
-        wide = jnp.promote_types(self.dtype, jnp.float32)
-        words = jnp.sum(kernel.astype(self.dtype).astype(wide), int(not self.transposed))
-        totals, bias = jnp.sum(x.astype(wide) * words, -1), self._bias(read)
-        return totals if bias is None else totals + jnp.sum(bias.astype(wide))
-
-    def _word_of(self, read: Any, place: Any) -> Any:
-        """Returns the word that each label picks, -1 for none."""
-        labels = self._words(read, place)
-        if self.outside.endswith(("clip", "drop")):
-            words = jnp.clip(labels, 0, self.vocabulary - 1)
-        else:
-            words = jnp.where(self._inside(read, place), labels, -1)
-        if self.hidden:  # their cost is added later
-            words = jnp.where(self._is_hidden(read, place), int(np.argmin(self.hidden[0])), words)
-        return words.astype(jnp.int32)
-
-    def _call(self, read: Any, words: Any, selected: Any = None, **options: Any) -> Any:
-        x, kernel = self._operands(read)
-        if words is None:
-            words = jnp.zeros(x.shape[:-1], jnp.int32)
-        mask = jnp.ones(x.shape[:-1], bool) if selected is None else selected
-        weighted = selected is not None or options.get("weights") is not None
-        given: dict[str, Any] = options | self._logits(read) | {"quantization": self.quantization}
-        return loss_of_rows(x, self._seen(kernel), words, mask, weighted=weighted, **given)
+    def beside(self, read: Read, entropy: Any) -> Any:
+        """Returns what is added to each row's number beside log-sum-exps and picks."""
+        y, (x, kernel), bias = 0, self.operands(read), self.bias(read)
+        if self.sum:  # of all logits of a row: x times the sum of the kernel's words
+            wide = jnp.promote_types(self.dtype, jnp.float32)
+            words = jnp.sum(kernel.astype(self.dtype).astype(wide), int(not self.transposed))
+            totals = jnp.sum(x.astype(wide) * words, -1)
+            y = self.sum * (totals if bias is None else totals + jnp.sum(bias.astype(wide)))
+        if self.entropy:
+            kept = 1
+            if bias is not None and self.of.softcap is None:  # theirs: 0 times a logit of -inf
+                kept = jnp.where(jnp.any(bias == -jnp.inf), jnp.nan, 1)
+            y = y + self.entropy * entropy * kept
+        if self.hidden is not None and jax.typeof(kernel).sharding.mesh.empty:
+            # On a mesh devices would have to exchange it.
+            y = y + called(_unread, x, kernel, self.hidden[0], words=int(not self.transposed))
+        return y
 
     def best(self, read: Read) -> Sequence[Any]:
         """Returns the words of the largest logits, for an accuracy beside a loss."""
-        x, kernel = self._operands(read)
-        words = best_words(x, self._seen(kernel), **self._logits(read))
-        rows = tuple((a,) for a in self.rows)
+        operands, spec = self.logits(read)
+        words, rows = best_words(*operands, spec=spec), tuple((a,) for a in self.rows)
         return [arrange(words, rows, self.form.dims).astype(self.aval.dtype)]
 
 
@@ -371,49 +309,229 @@ def _unread(x: Any, kernel: Any, hidden: Any, *, words: int) -> Any:
     return jnp.where(False, jnp.sum(x * read.astype(x.dtype), -1), 0).astype(jnp.float32)
 
 
-def _together(losses: Sequence[Loss], read: Read) -> Sequence[Any]:
-    """Returns the values of several losses of one product, which are computed once."""
-    shared: dict[Any, Any] = {"entropy": any(loss.entropy for loss in losses)}
-    labelled_first = sorted(losses, key=lambda loss: loss.labels is None)
-    values = {loss: loss.computed(read, shared, False) for loss in labelled_first}
-    return [values[loss] for loss in losses]
+def _in_rows(losses: Sequence[Loss], read: Read) -> Sequence[Any]:
+    """Returns the values of several losses of one product, whose rows are computed once."""
+    entropy = any(loss.entropy for loss in losses)
+    operands, spec = losses[0].logits(read, entropy)
+    found: dict[Any, Any] = {}
+    for loss in sorted(losses, key=lambda loss: loss.labels is None):
+        if loss.labels not in found:
+            found[loss.labels] = loss_of_rows(*operands, loss.words(read), spec=spec)
+            found.setdefault(None, found[loss.labels])  # log-sum-exps come with any losses
+    values = []
+    for loss in losses:
+        lse, cost, *entropies = found[loss.labels]
+        more = loss.beside(read, *(entropies or [None]))
+        values.append(loss.added_up(loss.of_rows(lse, cost, *loss.data(read), more=more)))
+    return values
 
 
-def joined(program: Program, sites: list[Site]) -> list[Site]:
-    """Returns sites with those of one product's losses as one, and best words beside them alone."""
-    lost = {site.dead for site in sites if isinstance(site, Loss)}
-    sites = [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]
-    groups: dict[Any, list[Loss]] = {}
-    for site in sites:
-        if isinstance(site, Loss):
-            groups.setdefault((site.of.base, site.of.axis, site.rows), []).append(site)
-    for group in groups.values():
-        first, outs = group[0], tuple(v for site in group for v in site.outs)
-        reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
-        if len(group) > 1 and not any(program.depends(r, outs) for r in reads):
-            served = first.served.replace(": sum", ": a row each")
-            compute = functools.partial(_together, group)
-            one = Site(outs, reads, first.what, served, dead=first.dead, compute=compute)
-            sites = [*[site for site in sites if site not in group], one]
-    return sites
+# ---------------------------------------------------------------- totals
 
 
-def _is_finite(g: Program, v: int) -> bool:
-    """Tells if an array is proved finite: it has two such numbers, or is cast from integers."""
-    two, (made, name) = two_valued(g, v), g.made(v)
-    if two:
-        return bool(np.isfinite(two.numbers).all())
-    counts = name == "convert_element_type" and g.avals[v].dtype != jnp.float16
-    return counts and not jnp.issubdtype(g.avals[made.ins[0]].dtype, jnp.floating)
+@dataclasses.dataclass(frozen=True)
+class Addend:
+    """What each row adds to a total: a program of the row's numbers, in place of `Total.each`.
+
+    Attributes:
+      text: tells programs apart, in every process but for functions with own rules.
+      calls: these functions, which `text` has the addresses of.
+    """
+
+    program: Any = dataclasses.field(compare=False, repr=False)
+    text: str
+    calls: tuple[Any, ...] = dataclasses.field(repr=False)
+
+    def __call__(self, lse: Any, cost: Any, labels: Any, *data: Any) -> Any:
+        del labels
+        return _of_every_row(self, lse.ndim)(lse, cost, *data)
 
 
-def _unfit_here(kernel: Any, words: int, softcap: float | None) -> str:
+@functools.lru_cache(maxsize=256)
+def _of_every_row(addend: Addend, ndim: int) -> Any:
+    """Returns a function of rows, which JAX traces once."""
+    one: Any = lambda *numbers: jaxpr_as_fun(addend.program)(*numbers)[0]
+    return jax.jit(functools.reduce(lambda f, _: jax.vmap(f), range(ndim), one))
+
+
+class Totals:
+    """The total that the losses of one product lead to.
+
+    Args:
+      live: the values that the program needs where the losses' values are given.
+
+    Attributes:
+      value: the total.
+      reads: what it is computed from beside losses, see `Plan`.
+
+    Raises:
+      Left: where there is none, or more.
+    """
+
+    def __init__(self, program: Program, losses: Sequence[Loss], live: set[int]):
+        self.program, self.losses = program, losses
+        self.plan = plan = Plan(program, lambda v, rows: False)
+        costs = self._follow(live)
+        if {*expand(plan.sums.get(self.value, ()))} != {*expand(losses[0].rows)}:
+            raise Left("no total of all rows")
+        plan.need([(self.value, plan.rows[self.value])])
+        self.used = [loss for loss in losses if loss.value in plan.slots]
+        self.reads = self._reads_of_rows()
+        named = {loss.labels for loss in losses if loss.labels is not None}
+        if len(named) > 1 or not all(loss.is_plain for loss in losses):
+            raise Left("its rows have more than a log-sum-exp and a label")
+        # In float16 gradients of a mean would be too small.
+        self.times = 2.0 ** (size(losses[0].rows).bit_length() * (losses[0].dtype == jnp.float16))
+        wide = jnp.promote_types(losses[0].logits_dtype, jnp.float32)
+        types = [wide, wide, *[t for loss in self.used for t in loss.types]]
+        types += [program.avals[v].dtype for v, *_ in self.reads]
+        try:
+            own = jax.make_jaxpr(self._of_row)(*[jax.ShapeDtypeStruct((), t) for t in types])
+        except Exception as error:
+            raise Left("its equations are not of one row") from error
+        steps = [step for _, step, *_ in plan.order]
+        calls = tuple([step.call for step in steps if step.call is not None])
+        text = f"{own}{own.consts}{[*map(id, calls)]}"
+        addend = Addend(own, hashlib.sha256(text.encode()).hexdigest(), calls)
+        selects = bool(calls) or any(step.equation.name in _SELECTING for step in steps)
+        self.total = Total(addend, len(types) - 2, self.value in costs, selects)
+
+    def _follow(self, live: set[int]) -> set[int]:
+        """Finds the total; returns the values that are linear in costs, see `Total.linear`."""
+        program, plan, values = self.program, self.plan, {l.value: l for l in self.losses}
+        costs = {v for v, loss in values.items() if loss.is_cost}
+        moving = {v for v, loss in values.items() if not loss.form.stopped}
+        plan.rows |= {v: loss.form.dims for v, loss in values.items()}
+        plan.sums |= {v: loss.form.summed for v, loss in values.items() if loss.form.summed}
+        readers = [e for e in program.equations if e not in program.shadowing and live & {*e.outs}]
+        for made in readers:
+            own = {v for v in made.ins if v in plan.rows}
+            if not {*made.outs} & values.keys() and (own or plan.lost.keys() & {*made.ins}):
+                if plan.advance(made) is not None and own <= costs and plan.is_linear(made, costs):
+                    costs.update(made.outs)
+                moving.update(made.outs if own & moving and made.name != "stop_gradient" else ())
+        outside = [v for e in readers if e not in plan.steps for v in e.operands]
+        self.value = only_end(program, plan.rows.keys() & {*program.results, *outside})
+        if self.value not in moving:  # 0 times NaN would be a gradient
+            raise Left("a total without a gradient")
+        return costs
+
+    def _reads_of_rows(self) -> list[tuple[int, Rows, int]]:
+        """Returns what the total reads beside losses: a number for each row, or for all."""
+        values = {loss.value for loss in self.losses}
+        reads = [read for read in self.plan.reads if read[0] not in values]
+        for v, rows, _ in reads:
+            aval = self.program.avals[v]
+            each = math.prod([n for n, labels in zip(aval.shape, rows) if not labels])
+            if each != 1 or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+                raise Left("it reads more than a number for each row")
+            if self.program.depends(v, values):
+                raise Left("it reads what is made of all rows")
+        return reads
+
+    def _of_row(self, lse: Any, cost: Any, *data: Any) -> Any:
+        """Returns what a row adds to the total, given its numbers."""
+        plan, given = self.plan, iter(data)
+        slot = lambda v: plan.slots[v][0][1]
+        env = {}
+        for loss in self.used:
+            y = loss.of_rows(lse, cost, *[next(given) for _ in loss.types])
+            env[slot(loss.value)] = jnp.reshape(y.astype(loss.aval.dtype), (1,) * loss.aval.ndim)
+        for v, _, at in self.reads:
+            env[at] = jnp.reshape(next(given), (1,) * self.program.avals[v].ndim)
+        alone = Chunk(dict.fromkeys(expand(self.losses[0].rows), 1), {})
+        total = jnp.reshape(plan.run(env, alone)[slot(self.value)], ())
+        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.times
+
+    def computed(self, beside: Sequence[Loss], read: Read) -> list[Any]:
+        """Returns the total, and the values of losses that others read."""
+        losses = self.losses
+        first = next((loss for loss in losses if loss.labels is not None), losses[0])
+        own = {loss: loss.data(read) for loss in dict.fromkeys([*self.used, *beside])}
+        place = lambda x, rows: arrange(x, latest(rows), [[a] for a in first.rows])
+        data = [a for loss in self.used for a in own[loss]]
+        data += [place(read(v), rows) for v, rows, _ in self.reads]
+        operands, spec = first.logits(read)
+        spec = dataclasses.replace(spec, total=self.total)
+        words, with_rows = first.words(read), bool(beside)
+        options: Any = {"spec": spec, "scale": 1 / self.times, "with_rows": with_rows}
+        y, *rows = loss_of_rows(*operands, words, *data, **options)
+        aval = self.program.avals[self.value]
+        values = [loss.added_up(loss.of_rows(*rows, *own[loss])) for loss in beside]
+        return [y.astype(aval.dtype).reshape(aval.shape), *values]
+
+
+# ---------------------------------------------------------------- sites
+
+
+def _site(program: Program, losses: Sequence[Loss]) -> Site:
+    """Returns the site of losses of one product."""
+    first, values = losses[0], [loss.value for loss in losses]
+    reads = [r for loss in losses for r in loss.reads]
+
+    def needed(outs: Sequence[int]) -> set[int]:
+        sites = dict.fromkeys(outs, first.site(outs, reads, "", "", None))
+        return program.needed(program.results, {}, sites)
+
+    try:
+        live = needed(values)
+        totals = Totals(program, losses, live.union(*_broadcasts(program, live)))
+        reads += [v for v, *_ in totals.reads]
+        live = needed([totals.value])
+        beside = [loss for loss in losses if loss.value in live and loss.value != totals.value]
+        values = [totals.value, *[loss.value for loss in beside]]
+        compute = functools.partial(totals.computed, beside)
+    except Left:
+        totals, compute = None, functools.partial(_in_rows, losses)
+    some = lambda name: any(getattr(loss, name) for loss in losses)
+    parts = {
+        "sum": totals,
+        "a row each": not totals,
+        f"softcap {first.of.softcap}": first.of.softcap,
+        "bias": first.of.base.biases,
+        "masked words": first.of.base.masks,
+        "log-sum-exps": not some("pick") and some("lse"),
+        "entropies": some("entropy"),
+        "label smoothing": some("sum"),
+        "gradient in fp8": first.quantization,
+        f"gradient not in fp8 ({first.why})": first.why,
+    }
+    served = f"linear_cross_entropy: {said(parts)}"
+    return first.site(values, reads, "", served, compute)
+
+
+def _broadcasts(program: Program, live: set[int]) -> Iterator[list[int]]:
+    """Yields what rules read: also explicit broadcasts of operands, which nothing evaluates."""
+    return (e.ins for e in program.equations if live & {*e.outs})
+
+
+def _dtypes(g: Program, found: Operands) -> tuple[Any, Any, float]:
+    """Returns the dtypes of a product's operands and of its logits, and the logits' factor."""
+    base, factor = found.base, found.factor
+    dtype, logits = jnp.promote_types(found.x[3], found.w[3]), g.avals[base.dot.outs[0]].dtype
+    known = dtype in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
+    if not known or logits == jnp.float64 != dtype:
+        raise Left(f"operands of {dtype} for logits of {logits}")
+    if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
+        factor = 1.0  # cap · (1 / cap), as its dtype rounds it
+    # The bias is added in the widest of these.
+    logits = functools.reduce(jnp.promote_types, [logits, *base.added])
+    if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
+        why = f"its logits are multiplied by {factor:g}, which {dtype} operands would round"
+        raise Left(why)
+    return dtype, logits, factor
+
+
+def _unfit(g: Program, found: Operands, dtype: Any) -> str:
     """Returns why no device can multiply FP8 codes of its part of a kernel, as far as types say."""
+    kernel, words = g.avals[found.base.dot.ins[found.right]], size(found.axis)
+    count = lambda n, of=words: aligned_words(n, found.softcap) if of == words else n
+    if why := unfit(found.base.dot, dtype, size(found.contract), count(words)):
+        return why
     mesh = kernel.sharding.mesh
     if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):
         return "its mesh is partly manual"
     part = kernel.sharding.shard_shape(kernel.shape) if mesh.explicit_axes else ()
-    count = lambda n, of: aligned_words(n, softcap) if of == words else n
     if part and not fits(*map(count, part, kernel.shape)):
         return f"a device's part of its kernel, {part}, is no multiple of 16"
     return ""
@@ -448,8 +566,20 @@ def _hidden(g: Program, base: Scores, words: Labels) -> tuple[np.ndarray, float]
 
 def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of losses in a program; a value and the reason where one is left."""
-    yield from forms.ends("is_loss", functools.partial(Loss, quantization=quantization))
-    for equation in forms.program.equations:
+    program, groups = forms.program, {}
+    for one in forms.ends("is_loss", functools.partial(Loss, quantization=quantization)):
+        if isinstance(one, Loss):
+            groups.setdefault((one.of.base, one.of.axis, one.rows), []).append(one)
+        else:
+            yield one
+    live = program.needed(program.results, {}, {})
+    for group in groups.values():
+        group = [loss for loss in group if loss.value in live]
+        values = [loss.value for loss in group]
+        tied = any(program.depends(r, values) for loss in group for r in loss.reads)
+        for some in [[loss] for loss in group] if tied or not group else [group]:
+            yield _site(program, some)
+    for equation in program.equations:
         form = forms.of.get(equation.ins[0]) if equation.name == "argmax" else None
         if form is not None and form.is_scores:
             (axis,) = equation.params["axes"]
@@ -461,6 +591,10 @@ def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, st
                 if of.of.axis != expand(form.dims[axis]):
                     continue
                 served = "linear_cross_entropy: argmax, by a product of its own"
-                yield Site(
-                    of.outs, of.reads, of.what + _ARGMAX, served, dead=of.dead, compute=of.best
-                )
+                yield of.site([of.value], of.reads, _ARGMAX, served, of.best)
+
+
+def with_losses(sites: Sequence[Site]) -> list[Site]:
+    """Returns sites with best words only beside losses of their logits."""
+    lost = {s.dead for s in sites if s.what.startswith("loss") and not s.what.endswith(_ARGMAX)}
+    return [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]

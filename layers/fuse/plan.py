@@ -1,7 +1,7 @@
 """The equations that compute values for a chunk of rows, and the programs within them."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 
 from ...native.jaxpr import JIT, REMAT, results_of
 from ..core.op import jvp_along
+from .labels import Label
 from .program import Equation as Made
 from .program import Program
 from .rows import Chunk, Equation, Rows, Step, computed, inferred, latest, traced_back
@@ -41,7 +42,7 @@ class Plan:
 
     Attributes:
       rows: the rows of values that are known; set those to begin with.
-      sums: the rows of what `rows` were added up to.
+      sums: the rows that were added up to a value, or to values that it is linear in.
       lost: values that depend on rows in another way, and why.
       reads: (value, rows) of what is not computed, in the order of their slots.
     """
@@ -49,7 +50,7 @@ class Plan:
     def __init__(self, program: Program, lifts: Callable[[int, Rows], bool], of_rule: bool = False):
         self.program, self.lifts, self.of_rule = program, lifts, of_rule
         self.rows: dict[int, Rows] = {}
-        self.sums: dict[int, Step] = {}
+        self.sums: dict[int, frozenset[Label]] = {}
         self.lost: dict[int, Left] = {}
         self.steps: dict[Made, Step] = {}
         self.slots: dict[int, list[tuple[Rows, int]]] = {}
@@ -84,8 +85,9 @@ class Plan:
     def advance(self, made: Made) -> Step | None:
         """Finds the rows of an equation's results; None if it is lost."""
         lost = next((self.lost[v] for v in made.ins if v in self.lost), None)
-        if any(v in self.sums for v in made.ins):
-            lost = Left("it reads a total")
+        summed = frozenset[Label]().union(*[self.sums.get(v, ()) for v in made.ins])
+        if summed and not self.is_linear(made, self.sums):
+            lost = lost or Left("it reads a total")
         if lost is None:
             try:
                 e, known = self.seen(made), [self.rows.get(v) for v in made.ins]
@@ -93,15 +95,29 @@ class Plan:
                     called(e, known, None, self.of_rule) if has_program(e) else inferred(e, known)
                 )
                 self.steps[made] = step
-                for v, rows in zip(made.outs, step.outs):
-                    if step.summed:
-                        self.sums[v] = step
-                    self.rows[v] = rows
+                self.rows |= zip(made.outs, step.outs)
+                if summed := summed | step.summed:
+                    self.sums |= dict.fromkeys(made.outs, summed)
                 return step
             except Left as why:
                 lost = why
         self.lost |= dict.fromkeys(made.outs, lost)
         return None
+
+    def is_linear(self, made: Made, values: Container[int]) -> bool:
+        """Tells if an equation of values makes of their sum the sum of what it makes of each."""
+        totals = [v in values for v in made.ins]
+        zeros = [t or self.program.number(v) == 0 for t, v in zip(totals, made.ins)]
+        if made.name in ("add", "add_any", "sub"):
+            return all(zeros)
+        if made.name == "select_n":
+            return not totals[0] and all(zeros[1:])
+        if made.name in ("mul", "div"):
+            return totals == [True, False] or made.name == "mul" and totals == [False, True]
+        if made.name == "convert_element_type":  # chunks are not rounded
+            dtypes = [self.program.avals[v].dtype for v in (*made.ins, *made.outs)]
+            return jnp.promote_types(*dtypes) == dtypes[1] and jnp.issubdtype(dtypes[1], np.inexact)
+        return made.name in ("neg", "reduce_sum", "copy", "name", "squeeze", "reshape")
 
     def slot(self, v: int, rows: Rows) -> int | None:
         """Returns where a value's part is kept; None for one that is not planned yet."""
@@ -159,6 +175,16 @@ class Plan:
             self.order.append((made.index, step, ins, outs))
         self.order.sort(key=lambda one: one[0])
 
+    def multiplied(self) -> set[int]:
+        """Returns the slots that nothing but products without batches read."""
+        of_products: set[int] = set()
+        others: set[int] = set()
+        for _, step, ins, _ in self.order:
+            e = step.equation
+            alone = e.name == "dot_general" and not any(e.params["dimension_numbers"][1])
+            (of_products if alone else others).update(ins)
+        return of_products - others
+
     def run(self, given: Mapping[int, Any], chunk: Chunk) -> dict[int, Any]:
         """Returns the values of a chunk by their slots, given those of `reads`."""
         env: dict[Any, Any] = {**self.consts, **given}
@@ -169,6 +195,30 @@ class Plan:
 
 def _is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
+
+
+def only_end(program: Program, ends: Container[int]) -> int:
+    """Returns the end that the first result depends on: the loss's, not of what is returned beside.
+
+    Raises:
+      Left: where it depends on several.
+    """
+    floats = lambda vs: {v for v in vs if jnp.issubdtype(program.avals[v].dtype, jnp.floating)}
+    for result in program.results:
+        reached, stack, seen = set(), [*floats([result])], {result}
+        while stack:
+            v = stack.pop()
+            made, name = program.made(v)
+            if v in ends:
+                reached.add(v)
+            elif made is not None and name != "stop_gradient":
+                stack += floats(made.operands) - seen
+                seen.update(made.operands)
+        if len(reached) == 1:
+            return reached.pop()
+        if reached:
+            break
+    raise Left("a loss of several ends")
 
 
 # ---------------------------------------------------------------- programs within equations

@@ -497,9 +497,7 @@ class Search:
             return Part(slot, rows, program.avals[v], tuple(own))
 
         for v in ends:
-            rows, step = plan.rows[v], plan.sums.get(v)
-            summed = step.summed if step else ()
-            if {*labels_of(latest(rows)), *[a for l in summed for a in expand([l])]} != {*atoms}:
+            if {*labels_of(latest(plan.rows[v])), *expand(plan.sums.get(v, ()))} != {*atoms}:
                 raise Left("a value at its end is not of all rows")
         sharding = program.avals[self.logits].sharding
         if sharding.mesh.explicit_axes:

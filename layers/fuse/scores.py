@@ -26,7 +26,6 @@ from .forms import (
     Mixed,
     Scores,
     Term,
-    Weight,
     plus,
     scaled,
 )
@@ -293,8 +292,6 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
             terms = plus(terms, frozenset({(total, no * form.along)}))
             terms = plus(terms, form.terms, no * count)
         return new(along=0.0, hot=None, terms=terms, summed=form.summed | (axis - picked))
-    if form.is_loss and not any(axis & t.axis for t, _ in form.terms):
-        return new(summed=form.summed | axis)
     return None
 
 
@@ -446,7 +443,7 @@ def times(g: Any, form: Form, other: int, weights: int = 2) -> Form | None:
         if two is not None:
             hot = one_hot(g, form, two.mask, two.dims)
             return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
-    elif form.hot or form.is_loss:
+    elif form.hot:
         return _weighted(g, form, other)
     made = g.program.maker.get(other)
     if made is not None and made.name == "mul" and form.along and weights:  # a one-hot array's
@@ -463,14 +460,13 @@ def _fits(g: Any, v: int, dims: Dims) -> bool:
     return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
 
 
-def _weighted(
-    g: Any, form: Form, other: int, select: bool = False, keep: bool = True
-) -> Form | None:
+def _weighted(g: Any, form: Form, other: int) -> Form | None:
+    """A one-hot array's product with an array of rows."""
     v, dims, *_ = g.peel(other, form.dims)
-    rows = set(atoms(form.dims)) - (form.hot[1] if form.hot else set())
+    rows = set(atoms(form.dims)) - form.hot[1]
     if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
         return None
-    return replace(form, weights=(*form.weights, Weight(v, dims, select, keep)))
+    return replace(form, weights=(*form.weights, (v, dims)))
 
 
 def dropped(
@@ -608,8 +604,6 @@ def select(g: Any, made: Equation, _: Any, no: Form | None, yes: Form | None, *m
             return _masked(g, form, made.ins[0], form.dims, keep, -math.inf)
         if form.along and not form.exp and c == 0 and keep:
             return one_hot(g, form, made.ins[0], form.dims, selects=True)
-        if form.is_loss and not form.summed and c == 0 and g.program.avals[made.ins[0]].ndim:
-            return _weighted(g, form, made.ins[0], select=True, keep=keep)
     return None
 
 

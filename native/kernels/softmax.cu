@@ -11,8 +11,7 @@
 //   most, sum, picked  (rows,)           COMPUTE_TYPE   results if STATISTICS; else most is an
 //                                                       operand
 //   weight             (rows,)           COMPUTE_TYPE   if STATISTICS and GRADIENT: then
-//                                                       b = weight, and with lse = most + log sum
-//                                                       a = weight · (1 + 2 · z_loss · lse) / sum,
+//                                                       b = weight, a = weight / sum,
 //                                                       0 where label <= IGNORED and weight is 0
 //   a, b               (rows,)           COMPUTE_TYPE   if GRADIENT alone
 //
@@ -100,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF(STATISTICS, IF(GRADIENT, const Compute* weights,))
            IF(GRADIENT, G_TYPE* g,)
            IF(STATISTICS, Compute* mosts, Compute* sums, Compute* picked,)
-           long long rows, Compute softcap, Compute rest, Compute share, Compute z_loss) {
+           long long rows, Compute softcap, Compute rest, Compute share) {
   // clang-format on
   bool aligned = aligned_16(z) && FEATURES * sizeof(Z_TYPE) % 16 == 0;
   IF(GRADIENT, aligned = aligned && aligned_16(g) && FEATURES * sizeof(G_TYPE) % 16 == 0);
@@ -154,10 +153,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
 #if GRADIENT
 #if STATISTICS
-    const Compute b = weights[row], lse = most + log(sum.sum);
+    const Compute b = weights[row];
     const bool is_finite = sum.sum > 0 && sum.sum - sum.sum == 0;
     const bool is_zero = b == 0 && (is_finite || label <= IGNORED);  // else 0 · NaN
-    const Compute a = is_zero ? 0 : b * (1 + 2 * z_loss * lse) / sum.sum;
+    const Compute a = is_zero ? 0 : b / sum.sum;
 #else
     const Compute a = as[row], b = bs[row];
 #endif

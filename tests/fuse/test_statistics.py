@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import fuse
 from normfuse.layers.cross_entropy import op
-from normfuse.layers.cross_entropy.linear import best_words
+from normfuse.layers.cross_entropy.linear import Options, best_words
 
 ROWS, N, V = (2, 6), 8, 16
 
@@ -169,7 +169,8 @@ def test_a_split_vocabulary_has_the_first_of_the_best(eight_devices, types, spec
     mesh = jax.make_mesh((2, 4), ("a", "b"), (types, types), devices=eight_devices)
     rows = P() if "a" in spec[1] else P("a")
     bias = jnp.zeros(V).at[1].set(-jnp.inf)
+    best = lambda *operands: best_words(*operands, spec=Options().spec(*operands))
     with jax.set_mesh(mesh):
         split = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, rows), (kernel, spec)))
-        words = jax.jit(best_words)(*split, bias=jax.device_put(bias, NamedSharding(mesh, P())))
+        words = jax.jit(best)(*split, jax.device_put(bias, NamedSharding(mesh, P())))
     np.testing.assert_array_equal(words, jnp.argmax(x @ kernel + bias, -1))
