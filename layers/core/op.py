@@ -219,69 +219,71 @@ class Op:
     def _lower(self, ctx: Any, *values: Any, spec: Any, order: Order, tree: Any) -> Any:
         avals, at = tree.unflatten(ctx.avals_in), self.placement
         leads = (0,) if at is None else at.leads_of(spec)
-        where = where_lowered(ctx, avals[leads[0]])
+        first, where = avals[leads[0]], where_lowered(ctx, avals[leads[0]])
         if self.before is not None:
             order = self.before(ctx, spec, order)
-        lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
         plain = bound(self.definition or self.plain, spec, tree=tree)
-
-        def shared(whole: Any, share: Any, deciding: Sequence[int], dims: Dims) -> Any:
-            context = ctx.module_context.axis_context
-            is_mesh = hasattr(context, "mesh")
-            devices = context.mesh.devices.flat if is_mesh else context.device_assignment
-            results = lower_as(shared_by(whole, share, deciding, dims, devices))
-            # Calls of one name share a callback: it has everything that this depends on.
-            of = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
-            shapes = [a and a.str_short() for a in avals]
-            name_callback(results, f"{self.name}{(spec, order, dims)}{shapes}{of}")
-            return results
-
-        mixed = avals[leads[0]].sharding.mesh.explicit_axes  # and Auto ones
+        lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
+        by_partitioner = functools.partial(self._by_partitioner, ctx, values, spec, order, avals)
+        mixed = first.sharding.mesh.explicit_axes  # and Auto ones
         if at is not None and at.share is not None and where == _Where() and not mixed:
-            share, dims = functools.partial(at.share, spec), at.dims_of(spec, avals)
-            return shared(plain, share, range(len(values) + len(ctx.avals_out)), dims)
+            share = functools.partial(at.share, spec)
+            every = range(len(values) + len(ctx.avals_out))
+            return by_partitioner(plain, share, every, at.dims_of(spec, avals))
         if at is None or at.body is None:
             return lower_as(plain)
         if where.plain:
             report(spec.op, where.plain, strict=order.strict, names=order.names)
             return lower_as(plain)
-        inputs, outputs = at.dims_of(spec, avals)
-        unsplit = _split(inputs, leads, avals)
-        dims = (
-            [d for a, d in zip(avals, inputs) if a is not None],
-            [d for d in outputs if d is not None],
-        )
         body = functools.partial(at.body, order=order)
         # The last dimension of two leads is summed: results without it are not empty.
-        first, summed = avals[leads[0]], len(leads) > 1
-        is_empty = 0 in first.shape[: first.ndim - summed]
+        is_empty = 0 in first.shape[: first.ndim - (len(leads) > 1)]
         on = lambda split: plain if is_empty else bound(body, spec, split, tree=tree)
+        inputs, outputs = at.dims_of(spec, avals)
+        unsplit = _split(inputs, leads, avals)
         if where.single:
             return lower(on(unsplit), ctx, *values)
         undivided: Dimensions = ()
         if at.undivided is not None:
             undivided = at.undivided(spec, *[avals[lead].ndim for lead in leads])
+        split_as = functools.partial(_split, inputs, leads, avals, undivided=undivided)
+        dims = _there(inputs, avals), _there(outputs, outputs)
         if where.explicit:
-            mesh = avals[leads[0]].sharding.mesh
-            specs = [avals[lead].sharding.spec for lead in leads]
-            split = _split(inputs, leads, avals, specs, dict(mesh.shape), undivided)
-            mapped = jax.shard_map(
-                on(split),
-                mesh=mesh,
-                in_specs=tuple(split.spec(d) for d in dims[0]),
-                out_specs=[split.spec(d) for d in dims[1]],
-                axis_names=set(where.explicit),
-                check_vma=False,
-            )
-            return lower_as(mapped)
+            mesh, specs = first.sharding.mesh, [avals[lead].sharding.spec for lead in leads]
+            split = split_as(specs, dict(mesh.shape))
+            return lower_as(_mapped(on(split), mesh, split, dims, where.explicit))
 
         def share(sizes: Any, shapes: Any, specs: Sequence[P]) -> Any:
             del shapes
-            split = _split(inputs, leads, avals, specs, sizes, undivided)
+            split = split_as(specs, sizes)
             return [split.spec(d) for d in (*dims[0], *dims[1])], on(split)
 
-        flat = [sum(a is not None for a in avals[:lead]) for lead in leads]
-        return shared(on(unsplit), share, flat, dims)
+        flat = [len(_there(avals[:lead], avals)) for lead in leads]
+        return by_partitioner(on(unsplit), share, flat, dims)
+
+    def _by_partitioner(
+        self,
+        ctx: Any,
+        values: Sequence[Any],
+        spec: Any,
+        order: Order,
+        avals: Sequence[Any],
+        whole: Any,
+        share: Any,
+        deciding: Sequence[int],
+        dims: Dims,
+    ) -> Any:
+        """Lowers a call that XLA's partitioner splits as `share` says; see `shared_by`."""
+        context = ctx.module_context.axis_context
+        is_mesh = hasattr(context, "mesh")
+        devices = context.mesh.devices.flat if is_mesh else context.device_assignment
+        shared = shared_by(whole, share, deciding, dims, devices)
+        results = mlir.lower_fun(shared, multiple_results=True)(ctx, *values)
+        # Calls of one name share a callback: it has everything that this depends on.
+        of = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
+        shapes = [a and a.str_short() for a in avals]
+        name_callback(results, f"{self.name}{(spec, order, dims)}{shapes}{of}")
+        return results
 
     def _batch(
         self, given: Any, batched: Any, *, spec: Any, order: Order, tree: Any
@@ -297,33 +299,46 @@ class Op:
     ) -> tuple[list[Any], list[Any]]:
         """A batch dimension becomes a dimension of rows, at its place in the lead."""
         size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
-        if (placement := self.placement) is not None:
-            ndims = [None if a is None else a.ndim - (b is not None) for a, b in zip(args, batched)]
-            inputs, outputs = placement.dims(spec, *ndims)
-            first = placement.leads_of(spec)[0]
-            rows = lambda dims: set(dims) <= set(inputs[first])
-            is_rows = [d is not None and not isinstance(d, Loose) and rows(d) for d in inputs]
-            separate = any(b is not None and not row for b, row in zip(batched, is_rows))
-            if not separate and not any(isinstance(d, Loose) for d in outputs):
-                at = batched[first] or 0
-                place = lambda dims: sum(d < at for d in dims or ())
-                moved = [
-                    batch_at(a, b, place(d), size) if row and a is not None else a
-                    for a, b, d, row in zip(args, batched, inputs, is_rows)
-                ]
-                spec = self.batching.spec(spec, at)
-                inputs, _ = placement.dims_of(spec, moved)
-                lead: Any = moved[first]
-                moved = [
-                    match(a, lead, d) if a is not None and rows(d) else a
-                    for a, d in zip(moved, inputs)
-                ]
-                return self(spec, *moved, order=order), [place(d) for d in outputs]
+        if self.placement and (joined := self._joined(self.placement, args, batched, spec, size)):
+            spec, moved, dims = joined
+            return self(spec, *moved, order=order), dims
         one = functools.partial(self.plain, spec)
         if self.batching.unfused is not None:
             one = functools.partial(self.batching.unfused, spec, order=order)
         results = jax.vmap(one, tuple(batched), axis_size=size)(*args)
         return list(results), [0] * len(results)
+
+    def _joined(
+        self,
+        placement: Placement,
+        args: Sequence[Any],
+        batched: Sequence[int | None],
+        spec: Any,
+        size: int,
+    ) -> tuple[Any, list[Any], list[int]] | None:
+        """Returns the call with a batch dimension among its rows: its spec, operands, and the place
+        of that dimension in each result; None where an operand that is not of rows has it."""
+        ndims = [None if a is None else a.ndim - (b is not None) for a, b in zip(args, batched)]
+        inputs, outputs = placement.dims(spec, *ndims)
+        first = placement.leads_of(spec)[0]
+        rows = lambda dims: set(dims) <= set(inputs[first])
+        is_rows = [d is not None and not isinstance(d, Loose) and rows(d) for d in inputs]
+        separate = any(b is not None and not row for b, row in zip(batched, is_rows))
+        if separate or any(isinstance(d, Loose) for d in outputs):
+            return None
+        at = batched[first] or 0
+        place = lambda dims: sum(d < at for d in dims or ())
+        moved = [
+            batch_at(a, b, place(d), size) if row and a is not None else a
+            for a, b, d, row in zip(args, batched, inputs, is_rows)
+        ]
+        spec = self.batching.spec(spec, at)
+        inputs, _ = placement.dims_of(spec, moved)
+        lead: Any = moved[first]
+        moved = [
+            match(a, lead, d) if a is not None and rows(d) else a for a, d in zip(moved, inputs)
+        ]
+        return spec, moved, [place(d) for d in outputs]
 
     def _jvp(
         self, primals: Any, tangents: Any, *, spec: Any, order: Order, tree: Any
@@ -422,6 +437,23 @@ def _compile_when_eager(primitive: Primitive) -> None:
 
 
 # ---------------------------------------------------------------- a body on several devices
+
+
+def _there(dims: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Returns the dimensions of those arrays, or types of them, that are there."""
+    return [d for d, a in zip(dims, arrays) if a is not None]
+
+
+def _mapped(body: Body, mesh: Any, split: Split, dims: Dims, axes: Set[str]) -> Body:
+    """Returns one device's function as one of global arrays, split over Explicit axes."""
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=tuple(split.spec(d) for d in dims[0]),
+        out_specs=[split.spec(d) for d in dims[1]],
+        axis_names=set(axes),
+        check_vma=False,
+    )
 
 
 def _split(
