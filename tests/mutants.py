@@ -600,9 +600,9 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/norms.py",
-        "if x.x != stat.x or stat.p >= 0 or x.centred != stat.centred:",
-        "if x.x != stat.x or stat.p >= 0:",
-        "tests/fuse/test_lookalikes.py::test_lookalike[norm: not centred, of the variance]",
+        'if x.kind != "x" or x.centred != stat.centred:',
+        'if x.kind != "x":',
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: centred, of squares]",
     ),
     Mutant(
         "layers/fuse/norms.py",
@@ -1046,6 +1046,18 @@ MUTANTS = [
         "and not _is_codebook(g, made, root):",
         "and True:",
         "tests/fuse/test_choices.py::test_a_choice_keeps_the_product[a codebook, by cosines]",
+    ),
+    Mutant(  # x and its mean are multiplied by different scales
+        "layers/fuse/norms.py",
+        "if not same or one.scale != two.scale or",
+        "if not same or",
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: folded, of another scale]",
+    ),
+    Mutant(
+        "layers/fuse/norms.py",
+        "    if a.scale is not None:\n        return None\n",
+        "",
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: the root of a scaled statistic]",
     ),
     Mutant(  # values of an attention are experts
         "layers/fuse/parameters.py",

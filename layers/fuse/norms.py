@@ -39,11 +39,12 @@ class Part:
 
     Attributes:
       kind: "x"; "square" of it; "sum" of it; "square of sum"; "stat", (a · Σ x² + b)^p; "norm", x
-        times a stat.
+        times a stat; "line", (a · x + b · mean) times a stat.
       centred: x is without its mean, or the squares are.
       axis: what was summed over, perhaps split since: `along` has the parts.
       slack: how far a may be from the number that the program's constants stand for, relative.
-      stat: of a norm.
+      stat: of a norm or a line.
+      scale, bias: of a norm or a line; a stat may be multiplied by a scale first.
       rounded: the dtype that a norm was rounded to before it was multiplied by its scale.
     """
 
@@ -138,7 +139,7 @@ def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     if a == b or _same(a, b):
         return _squared(a)
     for one, two, other in (a, b, made.ins[1]), (b, a, made.ins[0]):
-        found = _scaled(g, one, other) or _normalised(one, two) or _regrouped(g, one, two)
+        found = _scaled(g, one, other) or _normalised(g, one, two) or _regrouped(g, one, two)
         if found is not None:
             return found
     return None
@@ -153,18 +154,22 @@ def _regrouped(g: Norms, one: Part, two: Part) -> Part | None:
         return None  # laid out anew
     for v, other in (made.ins, made.ins[::-1]):
         p = g.part(v)
-        norm = p and (_normalised(one, p) or _normalised(p, one))
+        norm = p and (_normalised(g, one, p) or _normalised(g, p, one))
         if norm is not None and (scaled := _scaled(g, norm, other)) is not None:
             return scaled
     return None
 
 
 def _scaled(g: Norms, norm: Part, other: int) -> Part | None:
-    """A norm that is multiplied by a number or a vector."""
-    if norm.kind != "norm" or norm.scale is not None or norm.bias is not None:
+    """A norm, or the statistic or a line that becomes one, times a number or a vector."""
+    is_one = norm.kind in ("norm", "line") or norm.kind == "stat" and norm.p < 0
+    if not is_one or norm.scale is not None or norm.bias is not None:
         return None
     if (n := g.program.number(other)) is not None:
         return _times(norm, n, g.program.slack(other))
+    if norm.kind != "norm":  # repeated to x's shape, by the time a vector is multiplied by it
+        dims = meet(norm.dims, g.of[norm.x].dims)
+        norm = replace(norm, dims=norm.dims if dims is None else dims)
     vector = _vector_of(g, norm, other)
     return vector and replace(norm, scale=vector)
 
@@ -203,18 +208,60 @@ def _times(a: Part, n: float, slack: float) -> Part | None:
     return None
 
 
-def _normalised(x: Part, stat: Part) -> Part | None:
-    """x times a power of the sum of its squares."""
-    if x.kind != "x" or stat.kind != "stat":
+def _normalised(g: Norms, x: Part, stat: Part) -> Part | None:
+    """x, or its mean, times a power of the sum of its squares, which a scale may be in."""
+    if stat.kind != "stat" or x.x != stat.x or stat.p >= 0:
         return None
-    if x.x != stat.x or stat.p >= 0 or x.centred != stat.centred:
+    if x.kind == "sum" or x.kind == "x" and stat.centred and not x.centred:
+        return _line(g, x, stat)
+    if x.kind != "x" or x.centred != stat.centred:
         return None
     if x.centred and x.along != stat.along:
         return None
     dims = meet(x.dims, stat.dims)
     if dims is None or dims != expanded(x.dims):
         return None
-    return replace(x, kind="norm", stat=stat, axis=stat.axis, dims=dims)
+    alone = replace(stat, scale=None)
+    return replace(x, kind="norm", stat=alone, axis=stat.axis, dims=dims, scale=stat.scale)
+
+
+# ---------------------------------------------------------------- lines
+# Keras writes x·r·γ + (β − mean·r·γ), with r the root of 1 / (variance + eps): a sum of two lines.
+
+
+def _line(g: Norms, x: Part, stat: Part) -> Part | None:
+    """x or ± its mean over the axis of the variance, times the statistic."""
+    n = math.prod(l.size for l in x.axis)
+    if not stat.centred or x.kind == "sum" and not _is_one(abs(x.a) * n, x.slack):
+        return None
+    if x.kind == "sum" and x.along != stat.along:
+        return None
+    dims = meet(x.dims, stat.dims)
+    if dims is None or meet(dims, g.of[x.x].dims) is None:
+        return None
+    a, b = (0.0, math.copysign(1.0, x.a)) if x.kind == "sum" else (1.0, 0.0)
+    found = Part(x.x, dims, "line", True, stat.axis, a, b, scale=stat.scale)
+    return replace(found, stat=replace(stat, scale=None))
+
+
+def _sum_of_lines(g: Norms, one: Part | None, two: Part | None) -> Part | None:
+    """A norm, where the mean is subtracted from x; one of the two may have the bias."""
+    if one is None or two is None or one.kind != "line" or two.kind != "line":
+        return None
+    assert one.stat is not None and two.stat is not None
+    bias, same = one.bias or two.bias, replace(two.stat, dims=one.stat.dims) == one.stat
+    if not same or one.scale != two.scale or one.bias and two.bias:
+        return None
+    a, b, dims = one.a + two.a, one.b + two.b, meet(one.dims, two.dims)
+    if (a, b) != (1, -1) or dims is None or meet(dims, g.of[one.x].dims) != dims:
+        return None
+    return replace(one, kind="norm", a=1.0, b=0.0, dims=dims, bias=bias)
+
+
+def _neg(g: Norms, made: Equation, a: Part | None) -> Part | None:
+    if a is None or a.kind not in ("sum", "line") or a.bias is not None:
+        return None
+    return replace(a, a=-a.a, b=-a.b)
 
 
 def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
@@ -226,10 +273,12 @@ def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     inverse = replace(b, p=-b.p)
     if g.program.number(made.ins[0]) == 1:
         return inverse
-    return a and (_normalised(a, inverse) or _regrouped(g, inverse, a))
+    return a and (_normalised(g, a, inverse) or _regrouped(g, inverse, a))
 
 
 def _add(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+    if (norm := _sum_of_lines(g, a, b)) is not None:
+        return norm
     for one, other in ((a, made.ins[1]), (b, made.ins[0])):
         if one is None:
             continue
@@ -239,7 +288,7 @@ def _add(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
                 return one
             inner = one.kind == "square" or one.kind == "stat" and one.p == 1
             return replace(one, b=one.b + n) if inner else None
-        if one.kind == "norm" and one.bias is None:
+        if one.kind in ("norm", "line") and one.bias is None:
             return (bias := _vector_of(g, one, other)) and replace(one, bias=bias)
     return None
 
@@ -247,6 +296,10 @@ def _add(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
 def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
     if a is not None and g.program.number(made.ins[1]) == 0:
         return a
+    if b is not None and b.kind == "line" and b.bias is None:  # of a bias, or of x's line
+        less = replace(b, a=-b.a, b=-b.b)
+        bias = _vector_of(g, less, made.ins[0])
+        return _sum_of_lines(g, a, less) or bias and replace(less, bias=bias)
     if a is None or b is None or a.x != b.x:
         return None
     n = math.prod(l.size for l in b.axis)
@@ -274,6 +327,8 @@ def _power(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
     if made.name == "pow":
         y = g.program.number(made.ins[1])
     if a is None or y is None:
+        return None
+    if a.scale is not None:
         return None
     if a.kind == "stat":  # √s squared is |s|, and its derivative at 0 is NaN
         return replace(a, p=a.p * y) if a.p == 1 or a.p * y != 1 else None
@@ -373,6 +428,7 @@ RULES: dict[str, Any] = {
     "convert_element_type": _convert,
 }
 RULES |= {"mul": _mul, "div": _div, "add": _add, "add_any": _add, "sub": _sub, "reduce_sum": _sum}
+RULES["neg"] = _neg
 RULES |= dict.fromkeys(("integer_pow", "pow", "square", "sqrt", "rsqrt"), _power)
 LAYOUT = (*MOVED, "copy", "pcast", "pvary")
 RULES |= dict.fromkeys(LAYOUT, _layout)

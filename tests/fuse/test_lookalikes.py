@@ -409,6 +409,30 @@ def of_large_moments(x, w):
     return (x - m) * lax.rsqrt(mean(x * x) - m * m + 1e-3) * w
 
 
+def folded(of_mean, between=lambda x: x):
+    """x·r·w + w/2 − mean·r·w, but for what is done to the mean and its factor."""
+
+    def function(x, w):
+        m, r = mean(x), lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
+        return x * (between(r) * w) + (w / 2 - of_mean(x, m, r, w))
+
+    return function
+
+
+no_norm("folded, the mean added", folded(lambda x, m, r, w: -m * (r * w)))
+no_norm("folded, twice the mean", folded(lambda x, m, r, w: 2 * m * (r * w)))
+no_norm("folded, of another scale", folded(lambda x, m, r, w: m * (r * w[::-1])))
+no_norm("folded, of another axis", folded(lambda x, m, r, w: x.mean(-2, keepdims=True) * (r * w)))
+no_norm("folded, the mean stopped", folded(lambda x, m, r, w: stop(m) * (r * w)))
+no_norm("folded, of another x", folded(lambda x, m, r, w: jnp.sin(x).mean(-1)[..., None] * (r * w)))
+no_norm(
+    "folded, the square of a statistic", folded(lambda x, m, r, w: m * (r * w), lambda r: r * r)
+)
+no_norm(
+    "the root of a scaled statistic", lambda x, w: x * jnp.sqrt((1 / (mean(x * x) + 1)) * abs(w))
+)
+
+
 no_norm("eps outside of the root", lambda x, w: x / (jnp.sqrt(mean(x * x)) + 0.1) * w)
 no_norm("a floor", lambda x, w: x / jnp.maximum(jnp.sqrt(mean(x * x)), 1.2) * w)
 norm("no eps, rows of zeros", with_rows_of_zeros)

@@ -409,9 +409,9 @@ def moments(x, w):
     return (x - m) * lax.rsqrt(mean(x * x) - m * m + 1e-6) * w
 
 
-def folded(x, w):
-    m, r = mean(x), lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
-    return x * (r * w) + (w[::-1] - m * (r * w))
+def folded(x, w, own=lambda x, m, r, w, b: x * (r * w) + (b - m * (r * w))):
+    """Keras' LayerNormalization."""
+    return own(x, mean(x), lax.rsqrt(x.var(-1, keepdims=True) + 1e-6), w, w[::-1])
 
 
 def layer_norm(x, w):
@@ -448,11 +448,20 @@ NORMS = {  # functions of x and w
     "layer norm": layer_norm,
     "layer norm, squares less the mean's": moments,
     "layer norm, no scale": lambda x, w: standardize(x),
+    "layer norm, folded": folded,
+    "layer norm, folded, less the mean": lambda x, w: folded(
+        x, w, lambda x, m, r, w, b: x * (r * w) + (-m * (r * w) + b)
+    ),
+    "layer norm, folded in parts": lambda x, w: folded(
+        x, w, lambda x, m, r, w, b: b + x * r * w - m * r * w
+    ),
+    "layer norm, folded before its scale": lambda x, w: folded(
+        x, w, lambda x, m, r, w, b: (r * x - r * m) * w + b
+    ),
 }
 for name, norm in NORMS.items():
     low = name.startswith(("rsqrt", "rounded", "1 + w in"))
     case(f"norm: {name}", "bte e", norm, low=low, norm=1)
-case("norm: layer norm, folded", "bte e", folded)  # it may stay
 
 ADAPTIVE = {  # functions and the shapes of their arguments
     "heads": ("bthd d", lambda x, w: x * rms(x) * w),
