@@ -670,6 +670,24 @@ MUTANTS = [
         "    for d in ():",
         "tests/fuse/test_rows.py::test_losses_are_their_own_equations[kl]",
     ),
+    Mutant(  # a total of which the loss is no sum over chunks
+        "layers/fuse/plan.py",
+        "if summed and not self._is_linear(made):",
+        "if False:",
+        "tests/fuse/test_rows.py::test_gradients_come_with_the_loss[of_two_means]",
+    ),
+    Mutant(  # the gradients of what is returned beside a loss
+        "layers/fuse/region.py",
+        "    if any(later):",
+        "    if False:",
+        "tests/fuse/test_rows.py::test_gradients_of_what_is_returned_beside",
+    ),
+    Mutant(  # chunks' gradients of a kernel, rounded
+        "layers/fuse/rows.py",
+        'e.params["precision"], zeros.dtype)',
+        'e.params["precision"], ct.dtype).astype(zeros.dtype)',
+        "tests/fuse/test_rows.py::test_products_sum_gradients_of_kernels",
+    ),
     Mutant(  # an argmax without a loss beside it
         "layers/fuse/losses.py",
         "return [s for s in sites if not s.what.endswith(_ARGMAX) or s.dead in lost]",

@@ -5,6 +5,7 @@ each row, or a total. The equations between, and those of others that are as wid
 a chunk of rows after the other; in the backward once more, with each chunk's gradients.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -21,6 +22,7 @@ import numpy as np
 from jax import Array, lax
 from jax.interpreters import ad
 
+from ...native.dtypes import NARROW
 from ...native.implementation import Order
 from ..core.derivative import tangents_of
 from ..core.op import (
@@ -31,14 +33,17 @@ from ..core.op import (
     Placement,
     Split,
     equally_varying,
+    in_places,
     match,
     moves,
+    vary,
+    varying_axes,
 )
 from ..cross_entropy.op import CHUNK_BYTES
 from .labels import Label, Labels, expand
-from .plan import Plan
+from .plan import Plan, only_end
 from .program import Equation, Program
-from .rows import Chunk, Combined, Rows, labels_of, latest, traced_back
+from .rows import Chunk, Combined, Rows, Summed, labels_of, latest, traced_back
 from .sites import Left, Site
 
 SMALLEST = 1024
@@ -97,6 +102,7 @@ class Region:
 
     Attributes:
       atoms: the labels of the rows.
+      total: the end whose gradients are computed with the ends; None for none.
       width: bytes of a row's logits.
     """
 
@@ -104,6 +110,7 @@ class Region:
     atoms: Labels
     reads: tuple[Part, ...]
     ends: tuple[Part, ...]
+    total: int | None
     width: int
 
     def __repr__(self) -> str:
@@ -117,7 +124,7 @@ class Region:
         ]
         arrays = [(p.slot, of_rows([p.rows]), p.aval.str_short()) for p in self.reads + self.ends]
         sizes = [l.size for l in self.atoms]
-        text = f"{sizes}{steps}{arrays}{self.plan.consts}{self.width}"
+        text = f"{sizes}{steps}{arrays}{self.plan.consts}{self.width}{self.total}"
         return f"Region({hashlib.sha256(text.encode()).hexdigest()})"
 
     @property
@@ -125,9 +132,16 @@ class Region:
         """All rows."""
         return Chunk({l: l.size for l in self.atoms}, dict.fromkeys(self.atoms, 0))
 
+    @functools.cached_property
+    def kernels(self) -> list[bool]:
+        """Tells which operands are narrow, without rows, and multiplied alone."""
+        slots = self.plan.multiplied()
+        return [p.aval.dtype.name in NARROW and not p.atoms and p.slot in slots for p in self.reads]
+
     def run(self, chunk: Chunk, *operands: Any) -> list[Any]:
         """Returns the ends of a chunk, with rows first, as its operands are."""
-        given = {p.slot: p.back(x, chunk) for p, x in zip(self.reads, operands, strict=True)}
+        back = lambda p, x: x if isinstance(x, Summed) else p.back(x, chunk)
+        given = {p.slot: back(p, x) for p, x in zip(self.reads, operands, strict=True)}
         env = self.plan.run(given, chunk)
         return [p.first(env[p.slot], chunk) for p in self.ends]
 
@@ -137,26 +151,37 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A region, or its gradients: these are operations of its operands, then of cotangents.
+    """A region, or its gradients: operations of its operands, these then of cotangents, too.
 
     The dimensions of an operation are numbered: those of vmaps, those of rows, then all others.
 
     Attributes:
+      moved: the ends that have a derivative, or a cotangent.
       vmaps: for each vmap, the outermost first, which operands have its dimension.
       wanted: the operands whose gradients are wanted; None for the region itself.
-      moved: the results that have a cotangent.
+      once: the gradients are those of the one end that is `moved`, and follow all ends.
     """
 
     region: Region
+    moved: tuple[bool, ...]
     vmaps: tuple[tuple[bool, ...], ...] = ()
     wanted: tuple[bool, ...] | None = None
-    moved: tuple[bool, ...] = ()
+    once: bool = False
     op: str = "fuse"
 
     @property
     def rows(self) -> range:
         """The numbers of all dimensions of rows."""
         return range(len(self.vmaps) + len(self.region.atoms))
+
+    def _select(self, reads: Sequence[Any], ends: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns what is told of the operands and of the results."""
+        if self.wanted is None:
+            return [*reads], [*ends]
+        gradients = itertools.compress(reads, self.wanted)
+        if self.once:
+            return [*reads], [*ends, *gradients]
+        return [*reads, *itertools.compress(ends, self.moved)], [*gradients]
 
     def arrays(self) -> tuple[list[Any], list[Any]]:
         """Returns (the numbers of rows, the count of other dimensions) of operands and results."""
@@ -168,30 +193,40 @@ class Spec:
 
         has = [[of[i] for of in self.vmaps] for i in range(len(self.region.reads))]
         reads = [*map(numbered, self.region.reads, has)]
-        ends = [numbered(part, [True] * len(self.vmaps)) for part in self.region.ends]
-        if self.wanted is None:
-            return reads, ends
-        cts, gradients = (
-            itertools.compress(*p) for p in ((ends, self.moved), (reads, self.wanted))
+        return self._select(
+            reads, [numbered(p, [True] * len(self.vmaps)) for p in self.region.ends]
         )
-        return [*reads, *cts], [*gradients]
+
+    def dtypes(self) -> list[Any]:
+        """Returns the dtypes of the results."""
+        of = lambda parts: [p.aval.dtype for p in parts]
+        return self._select(of(self.region.reads), of(self.region.ends))[1]
 
     def function(self, chunk: Chunk) -> Callable[..., list[Any]]:
-        """Returns the function of a chunk's operands."""
+        """Returns the function of a chunk's operands, whose gradients of kernels are float32."""
         run: Callable[..., list[Any]] = functools.partial(self.region.run, chunk)
         for has in self.vmaps[::-1]:
             run = jax.vmap(run, [0 if h else None for h in has])
         if (wanted := self.wanted) is None:
             return run
+        kernels = [*itertools.compress(self.region.kernels, wanted)]
 
         def pulled(*operands: Any) -> list[Any]:
-            def moving(*some: Any) -> list[Any]:
-                given = iter(some)
-                every = [next(given) if w else a for w, a in zip(wanted, operands)]
-                return [*itertools.compress(run(*every), self.moved)]
+            reads, cts = operands[: len(wanted)], [*operands[len(wanted) :]]
+            some = [*itertools.compress(reads, wanted)]
 
-            some = itertools.compress(operands, wanted)
-            return list(jax.vjp(moving, *some)[1]([*operands[len(wanted) :]]))
+            def moving(*along: Any) -> Any:
+                pairs = zip(along, some, kernels)
+                given = in_places([Summed(a, d) if k else d for d, a, k in pairs], wanted)
+                ends = run(*[a if d is None else d for d, a in zip(given, reads)])
+                return [*itertools.compress(ends, self.moved)], ends
+
+            zeros = lambda a: jnp.zeros_like(a, jnp.float32)
+            along = [zeros(a) if k else a for a, k in zip(some, kernels)]
+            totals, pull, ends = jax.vjp(moving, *along, has_aux=True)
+            if self.once:
+                cts = [vary(jnp.ones_like(t), varying_axes(t)) for t in totals]
+            return [*(ends if self.once else ()), *pull(cts)]
 
         return pulled
 
@@ -199,11 +234,11 @@ class Spec:
 def _dims(spec: Spec, *ndims: int) -> Dims:
     del ndims
     counter = itertools.count(len(spec.rows))
-    reads, results = (
-        [(*rows, *itertools.islice(counter, others)) for rows, others in each]
-        for each in spec.arrays()
-    )
-    return reads, results if spec.wanted is None else [*itertools.compress(reads, spec.wanted)]
+    number = lambda arrays: [(*rows, *itertools.islice(counter, n)) for rows, n in arrays]
+    arrays, results = spec.arrays()
+    operands = number(arrays)
+    gradients = [*itertools.compress(operands, spec.wanted or ())]
+    return operands, [*number(results[: len(results) - len(gradients)]), *gradients]
 
 
 def _undivided(spec: Spec, *ndims: int) -> tuple[int, ...]:
@@ -213,7 +248,8 @@ def _undivided(spec: Spec, *ndims: int) -> tuple[int, ...]:
 
 def _define(spec: Spec, *operands: Array) -> list[Array]:
     """The equations as they stand."""
-    return list(spec.function(spec.region.whole)(*operands))
+    results = spec.function(spec.region.whole)(*operands)
+    return [y.astype(dtype) for y, dtype in zip(results, spec.dtypes(), strict=True)]
 
 
 def _sizes(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
@@ -275,7 +311,7 @@ def _body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Arra
     for few, firsts in _grids(shape, sizes):
         found, _ = lax.scan(functools.partial(step, few), found, jnp.asarray(firsts, jnp.int32))
     summed = [[d for d in spec.rows if d not in rows] for rows, _ in results]
-    return [split.psum(y, d).astype(t.dtype) for y, d, t in zip(found, summed, types)]
+    return [split.psum(y, d).astype(t) for y, d, t in zip(found, summed, spec.dtypes())]
 
 
 def _grids(
@@ -308,31 +344,49 @@ def _batch_gradients(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) 
     return list(results), [0] * len(results)
 
 
-def _floats(spec: Spec) -> list[bool]:
-    """Tells which ends have a derivative."""
-    return [jnp.issubdtype(p.aval.dtype, jnp.floating) for p in spec.region.ends]
-
-
 def _backward(
     spec: Spec, cts: Any, operands: Any, more: Any, wanted: Any, *, order: Order
 ) -> list[Any]:
     del more
-    given = iter(cts)
-    every = [next(given) if f else None for f in _floats(spec)]
+    every = in_places(cts, spec.moved)
     moved = tuple([ct is not None for ct in every])
     along = replace(spec, wanted=tuple(wanted), moved=moved)
-    found = iter(gradients(along, *operands, *[ct for ct in every if ct is not None], order=order))
-    return [next(found) if wants else None for wants in wanted]
+    found = gradients(along, *operands, *[ct for ct in every if ct is not None], order=order)
+    return in_places(found, wanted)
 
 
 def _jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
-    results = rows(spec, *primals, order=order)
-    floats = _floats(spec)
     moving = [t if moves(t) else None for t in tangents]
-    some = [*itertools.compress(results, floats)]
-    found = iter(tangents_of(rows, _backward, spec, primals, moving, some, order=order))
+    wanted, later = tuple([t is not None for t in moving]), [*spec.moved]
+    found: dict[int, Any] = {}
+    total = spec.region.total
+    if total is not None and later[total] and any(wanted) and not spec.vmaps:
+        # The tangent is linear in those of the operands, with the gradients that are there.
+        later[total] = False
+        only = tuple([i == total for i in range(len(later))])
+        alone = replace(spec, wanted=wanted, moved=only, once=True)
+        both = gradients(alone, *primals, order=order)
+        results, each = both[: len(later)], both[len(later) :]
+        sums = [jnp.promote_types(g.dtype, jnp.float32) for g in each]
+        along = zip(each, [t for t in moving if t is not None], sums)
+        parts = [jnp.sum(g.astype(dtype) * t.astype(dtype)) for g, t, dtype in along]
+        found[total] = functools.reduce(jnp.add, parts).astype(results[total].dtype)
+    else:
+        results = rows(spec, *primals, order=order)
+    if any(later):
+        rest, some = replace(spec, moved=tuple(later)), [*itertools.compress(results, later)]
+        moved = tangents_of(rows, _backward, rest, primals, moving, some, order=order)
+        found |= zip(itertools.compress(itertools.count(), later), moved)
     zero = lambda r: ad.Zero(jax.typeof(r).to_tangent_aval())
-    return results, [next(found) if f else zero(r) for f, r in zip(floats, results)]
+    return results, [found[i] if i in found else zero(r) for i, r in enumerate(results)]
+
+
+def _drop_gradient(spec: Spec) -> Spec | None:
+    """Returns the operation without its last gradient; None where it has none."""
+    if not spec.once or not any(spec.wanted or ()):
+        return None
+    last = max(itertools.compress(itertools.count(), spec.wanted or ()))
+    return replace(spec, wanted=tuple([w and i < last for i, w in enumerate(spec.wanted or ())]))
 
 
 _placement = Placement(
@@ -343,11 +397,15 @@ rows = Op(
     _define,
     _placement,
     Batching(rule=_batch_rows),
-    Derivative(
-        _jvp, formula=lambda spec, *a: [*itertools.compress(_define(spec, *a), _floats(spec))]
-    ),
+    Derivative(_jvp, formula=lambda spec, *a: [*itertools.compress(_define(spec, *a), spec.moved)]),
 )
-gradients = Op("rows_gradients", _define, _placement, Batching(rule=_batch_gradients))
+gradients = Op(
+    "rows_gradients",
+    _define,
+    _placement,
+    Batching(rule=_batch_gradients),
+    without_last=_drop_gradient,
+)
 
 
 # ---------------------------------------------------------------- finding regions
@@ -425,10 +483,13 @@ class Search:
                 plan.steps[made] = traced_back(plan.seen(made), rows)
                 plan.rows[v] = rows
             narrow, self.wide = self._follow()
-            fake = Site((), (), "", "", compute=lambda read: ())
-            live = self.program.needed(self.program.results, {}, dict.fromkeys(narrow, fake))
+            live, self.ends = _without(self.program, narrow)
             self.left = [v for v in self.wide if v in live]
-            self.ends = [v for v in narrow if v in live]
+            followed = plan.rows.keys() - plan.lost.keys() - {*self.wide}
+            _, later = _without(self.program, sorted(followed))
+            if (total := self._total(later)) is not None:
+                self.ends = later
+            self.total = total
             try:
                 plan.need([(v, plan.rows[v]) for v in self.ends])
                 return
@@ -442,6 +503,15 @@ class Search:
         summed = math.prod([shapes[0][0][i] for i in shapes[0][1]])
         sizes = [self.program.avals[v].size for v in (*product.outs, self.logits)]
         return _NARROW * summed >= self.words and _HIDDEN * sizes[0] > sizes[1]
+
+    def _total(self, ends: Sequence[int]) -> int | None:
+        """Returns the end whose gradients are computed with it; None for none."""
+        if "scan" in self.program.within or "while" in self.program.within:
+            return None  # each turn would keep a gradient of the kernel's size
+        with contextlib.suppress(Left):
+            one = only_end(self.program, ends)
+            return one if one in self.plan.sums and not any(self.plan.rows[one]) else None
+        return None
 
     def _follow(self) -> tuple[list[int], list[int]]:
         """Returns the values that are no longer wide, and those that are."""
@@ -510,25 +580,28 @@ class Search:
         lines = {v: program.line(v) for v in ends}  # the report names the first
         ends = sorted(ends, key=lambda v: "unknown" in lines[v])
         made = [part(v, plan.rows[v]) for v in ends]
-        region = Region(plan, atoms, parts, tuple(made), 4 * self.words)
+        total = None if self.total is None else ends.index(self.total)
+        region = Region(plan, atoms, parts, tuple(made), total, 4 * self.words)
         count = math.prod([l.size for l in atoms])
         x = program.avals[self.product.ins[0]]
         (contracted, _), _ = self.product.params["dimension_numbers"]
         summed = math.prod([x.shape[i] for i in contracted])
+        when = "in the backward again" if total is None else "gradients at once"
         more = ", not in fp8 (its equations are the function's own)" if quantization else ""
         return Site(
             outs=tuple(ends),
             reads=tuple([v for v, *_ in reads]),
             dead=tuple(self.sources),
             what=f"loss {count} x {summed} -> {self.words}, {x.dtype.name}",
-            served=f"rows: its own equations in chunks, in the backward again{more}",
+            served=f"rows: its own equations in chunks, {when}{more}",
             compute=functools.partial(_computed, region, [v for v, *_ in reads]),
         )
 
 
 def _computed(region: Region, reads: Sequence[int], read: Callable[[int], Any]) -> list[Any]:
     """Returns the ends of a region."""
-    whole, spec = region.whole, Spec(region)
+    moved = tuple([jnp.issubdtype(p.aval.dtype, jnp.floating) for p in region.ends])
+    whole, spec = region.whole, Spec(region, moved)
     given = [p.first(jnp.asarray(read(v)), whole) for p, v in zip(region.reads, reads)]
     given = equally_varying(*given)
     numbers = [(*rows, *[len(spec.rows) + 1] * others) for rows, others in spec.arrays()[0]]
@@ -584,9 +657,15 @@ def _both_ways(program: Program, searches: Sequence[Search]) -> bool:
         return False
     first, second = searches
     second.ends = [v for v in second.ends if v not in first.ends]
-    fake = Site((), (), "", "", compute=lambda read: ())
-    live = program.needed(program.results, {}, dict.fromkeys([*first.ends, *second.ends], fake))
+    live, _ = _without(program, [*first.ends, *second.ends])
     return bool(second.ends) and not live & {*first.wide, *second.wide}
+
+
+def _without(program: Program, values: Sequence[int]) -> tuple[set[int], list[int]]:
+    """Returns what is needed where something else computes values, and those of them that are."""
+    fake = Site((), (), "", "", compute=lambda read: ())
+    live = program.needed(program.results, {}, dict.fromkeys(values, fake))
+    return live, [v for v in values if v in live]
 
 
 def _names(made: Equation) -> set[str]:
@@ -595,5 +674,5 @@ def _names(made: Equation) -> set[str]:
     return {made.name, *[e.primitive.name for e in (inner.eqns if inner else ())]}
 
 
-_OF_LOSSES = frozenset("exp exp2 log log1p logistic argmax argmin top_k sort".split())
+_OF_LOSSES = frozenset("gather exp exp2 log log1p logistic argmax argmin top_k sort".split())
 _HIDDEN = 64  # how many times larger logits are than a product of them

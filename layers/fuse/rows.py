@@ -8,7 +8,7 @@ An array's `Rows` have labels (`labels.py`) for each dimension that counts rows,
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -292,6 +292,41 @@ def traced_back(e: Equation, made: Rows) -> Step:
 # ---------------------------------------------------------------- evaluation
 
 
+class Summed(NamedTuple):
+    """An operand of products alone, whose gradient is that of zeros in the dtype of its sums."""
+
+    value: Any
+    zeros: Any
+
+
+def _multiplied(e: Equation, given: Sequence[Any]) -> Any:
+    """Returns a product of which one operand is `Summed`."""
+    side = int(isinstance(given[1], Summed))
+    of_other, own = (e.params["dimension_numbers"][0][i] for i in (1 - side, side))
+
+    def bound(other: Any, kernel: Any) -> Any:
+        return e.eqn.primitive.bind(*((other, kernel) if side else (kernel, other)), **e.params)
+
+    def gradient(other: Any, ct: Any, zeros: Any) -> Any:
+        """As JAX's own, but summed in the dtype of the zeros."""
+        free = [i for i in range(other.ndim) if i not in of_other]
+        first = 0 if side else ct.ndim - len(free)
+        dims = ([*range(first, first + len(free))], free), ((), ())
+        found = jax.lax.dot_general(ct, other, dims, e.params["precision"], zeros.dtype)
+        kept = [i for i in range(zeros.ndim) if i not in own]
+        order = [*kept, *[own[of_other.index(i)] for i in sorted(of_other)]]
+        return jnp.transpose(found, sorted(range(len(order)), key=order.__getitem__))
+
+    def backward(kept: Any, ct: Any) -> Any:
+        other, kernel, zeros = kept
+        (found,) = jax.vjp(lambda other: bound(other, kernel), other)[1](ct)
+        return found, jnp.zeros_like(kernel), gradient(other, ct, zeros)
+
+    product = jax.custom_vjp(lambda other, kernel, zeros: bound(other, kernel))
+    product.defvjp(lambda *operands: (bound(*operands[:2]), operands), backward)
+    return product(given[1 - side], *given[side])
+
+
 def computed(step: Step, given: Sequence[Any], chunk: Chunk) -> list[Any]:
     """Returns the results of an equation for a chunk of rows, given its operands' parts."""
     e = step.equation
@@ -321,5 +356,7 @@ def computed(step: Step, given: Sequence[Any], chunk: Chunk) -> list[Any]:
         if step.ins[0][params["dimension_numbers"].start_index_map[column]]:
             rows = jax.lax.broadcasted_iota(given[1].dtype, given[1].shape[:-1], d)
             given[1] = given[1].at[..., column].set(rows)
+    if any(isinstance(x, Summed) for x in given):
+        return [_multiplied(dataclasses.replace(e, params=params), given)]
     results = e.eqn.primitive.bind(*given, **e.eqn.primitive.get_bind_params(params))
     return list(results) if e.eqn.primitive.multiple_results else [results]

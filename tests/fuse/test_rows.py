@@ -1,6 +1,7 @@
 """Tests that losses nobody named are found, cut along their rows and computed as they stand."""
 
 import functools
+import re
 
 import hlo
 import jax
@@ -237,6 +238,9 @@ def assert_as_close(found, theirs, exact, factor=3.0):
     """Asserts that results are as close to float64's as a function's own, within rounding."""
     for a, b, c in zip(*map(jax.tree.leaves, (found, theirs, exact)), strict=True):
         assert a.dtype == b.dtype
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            np.testing.assert_array_equal(a, b)
+            continue
         ours, own = (np.abs(np.asarray(y, np.float64) - c).max() for y in (a, b))
         assert ours <= factor * own + 16 * jnp.finfo(a.dtype).eps * np.abs(c).max()
 
@@ -481,3 +485,84 @@ def test_random_losses(monkeypatch):
         failed, counts = fuzz_losses.run_many(range(12))
     assert not failed
     assert counts["rows"] >= 6
+
+
+# ---------------------------------------------------------------- gradients at once
+
+
+def masked_means(x, w, other, v, y):
+    """Means of chosen rows, one of them by text, added up; beside them what has no gradient."""
+    z = x @ w
+    lse, chosen = jax.nn.logsumexp(z, -1), y % 3 > 0
+    each = jnp.where(chosen, lse - pick(z, y), 0)
+    by_text = each.reshape(8, -1).sum(1) / chosen.reshape(8, -1).sum(1)
+    z_loss = jnp.sum(lse**2 * chosen) / jnp.maximum(chosen.sum(), 1)
+    loss = jnp.where(chosen.any(), by_text.mean() + 1e-2 * z_loss, 0.0)
+    return loss - jnp.mean(jax.nn.softmax(z) ** 2) / 9, (each, z_loss, jnp.argmax(z, -1))
+
+
+def two_heads(x, w, other, v, y):
+    return jnp.mean(jnp.sum(jax.nn.softmax(x @ w) * jnp.tanh(other @ v), -1))
+
+
+def of_a_mean(x, w, other, v, y):
+    return jnp.sqrt(jnp.mean(jax.nn.softmax(x @ w) ** 2))
+
+
+def of_two_means(x, w, other, v, y):
+    p = jax.nn.softmax(x @ w)
+    return jnp.mean(p**2) * jnp.mean(pick(p, y))
+
+
+def in_turns(x, w, other, v, y):
+    return in_scan(tsallis)(x, w, other, v, y)
+
+
+AT_ONCE, AGAIN = "gradients at once", "in the backward again"
+PRODUCTS = {
+    masked_means: (AT_ONCE, 3),
+    two_heads: (AT_ONCE, 6),
+    of_a_mean: (AT_ONCE, 3),
+    of_two_means: (AGAIN, 4),
+    in_turns: (AGAIN, 4),
+    jax.checkpoint(tsallis): (AT_ONCE, 4),  # nothing is kept: the value alone in the forward
+}
+
+
+@pytest.mark.parametrize("loss", PRODUCTS, ids=lambda f: f.__name__)
+def test_gradients_come_with_the_loss(loss):
+    args, reports, (when, products) = arguments(64), [], PRODUCTS[loss]
+    has_aux, moved = loss is masked_means, (0, 1, 2, 3) if loss is two_heads else (0, 1)
+    of = lambda f: jax.jit(jax.value_and_grad(f, moved, has_aux=has_aux))
+    compiled = of(fuse(loss, report=reports.append)).lower(*args)
+    assert [row.served for row in reports[0].rows] == [f"rows: its own equations in chunks, {when}"]
+    assert compiled.as_text().count("stablehlo.dot_general") == products
+    with jax.enable_x64(True):
+        exact = jax.tree.map(np.asarray, of(loss)(*wide(args)))
+    assert_as_close(compiled.compile()(*args), of(loss)(*args), exact)
+
+
+def test_gradients_of_what_is_returned_beside():
+    """Each end has its own gradient, whoever asks for it."""
+    args = arguments(64)
+    ours = served(masked_means, *args)
+
+    def gradient(f, i):
+        def asked(*args):
+            loss, (each, z_loss, _) = f(*args)
+            return (loss, each @ jnp.cos(jnp.arange(64.0)), z_loss)[i]
+
+        return jax.grad(asked, (0, 1))(*args)
+
+    for i in range(3):
+        for a, b in zip(gradient(ours, i), gradient(masked_means, i), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+def test_products_sum_gradients_of_kernels():
+    """A chunk's share of a kernel's gradient is not rounded to the kernel's dtype."""
+    args = arguments(64, jnp.bfloat16)
+    for loss in (two_heads, turned):
+        step = jax.jit(jax.grad(served(loss, *args), (0, 1, 2, 3)))
+        made = re.findall(r"dot_general.*-> tensor<(.*)>", step.lower(*args).as_text())
+        assert {t for t in made if t.startswith(f"{WORDS}x8x")} == {f"{WORDS}x8xf32"}
