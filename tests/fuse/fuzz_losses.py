@@ -3,12 +3,16 @@
     python tests/fuse/fuzz_losses.py --losses 2000 --seed 0
 
 A loss is a list of steps, each of values that there are: wide ones, of rows and words, and narrow
-ones, a number for each row. Values and gradients are compared in float64. Loss number n is the same
-in each run. Some losses combine rows, and have to stay.
+ones, a number for each row. Values and gradients are compared in float64, and where the loss is in
+bfloat16, as close to float64 as theirs. Some are eager, some have rows of NaN and of infinities,
+labels outside and weights of 0. Loss number n is the same in each run. Some losses combine rows,
+and have to stay.
 """
 
 import argparse
 import collections
+import contextlib
+import functools
 import pathlib
 import sys
 import time
@@ -20,9 +24,26 @@ if __name__ == "__main__":  # the helpers of the tests
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from numpy_interpreter import evaluated  # noqa: E402
+import numpy_interpreter  # noqa: E402
 
-ROWS, BATCH, FEATURES, WORDS = 12, 3, 4, 16
+BATCH, FEATURES, WORDS = 3, 4, 16
+SIZES = 12, 15, 21, 39  # of rows; chunks divide the first alone
+
+
+@jax.custom_jvp
+def own_rule(a):
+    return jnp.sin(a)
+
+
+own_rule.defjvp(lambda primals, tangents: (own_rule(*primals), tangents[0] * jnp.tanh(primals[0])))
+
+
+@jax.custom_vjp
+def own_gradient(a):
+    return a * a / 3
+
+
+own_gradient.defvjp(lambda a: (own_gradient(a), a), lambda a, ct: (jnp.cos(a) * ct,))
 
 UNARY = {
     "tanh": jnp.tanh,
@@ -45,14 +66,22 @@ UNARY = {
     "joined": lambda a: jnp.concatenate([a[:, 8:], -a[:, :8]], 1),
     "there and back": lambda a: jnp.sin(a.T).T,
     "reshaped": lambda a: (a.reshape(BATCH, -1, WORDS) * jnp.arange(1.0, 4)[:, None, None]).reshape(
-        ROWS, WORDS
+        a.shape
     ),
     "swapped": lambda a: (
-        jnp.cos(jnp.swapaxes(a.reshape(BATCH, -1, WORDS), 0, 1)).swapaxes(0, 1).reshape(ROWS, -1)
+        jnp.cos(jnp.swapaxes(a.reshape(BATCH, -1, WORDS), 0, 1)).swapaxes(0, 1).reshape(a.shape)
     ),
     "checkpointed": jax.checkpoint(lambda a: jnp.sin(a) * a),
     "masked": lambda a: jnp.where(jnp.arange(WORDS) < 13, a, -1e9) / 1e9,
-    "later": lambda a: jnp.where(jnp.arange(ROWS)[:, None] > 4, a, a / 2),
+    "later": lambda a: jnp.where(jnp.arange(len(a))[:, None] > 4, a, a / 2),
+    "own rule": own_rule,
+    "own gradient": own_gradient,
+    "noisy": lambda a: a + jax.random.normal(jax.random.key(3), a.shape, a.dtype) / 4,
+    "sparse": lambda a: jax.nn.relu(a - (jnp.sort(a, -1)[:, -4:].sum(-1, keepdims=True) - 1) / 4),
+    "last": lambda a: jnp.where(a >= jax.lax.top_k(a, 5)[0][:, -1:], a, -4),
+    "exp": lambda a: jnp.exp(jnp.minimum(a, 3)),
+    "log": lambda a: jnp.log1p(jnp.abs(a)),
+    "narrower": lambda a: a.astype(jnp.float32).astype(a.dtype),
 }
 REDUCED = {
     "sum": lambda a: a.sum(-1),
@@ -64,12 +93,17 @@ REDUCED = {
     "top": lambda a: jax.lax.top_k(a, 3)[0].sum(-1),
     "dot": lambda a: a @ jnp.linspace(-1, 1, WORDS),
     "norm": lambda a: jnp.linalg.norm(a + 3, axis=-1),
+    "min": lambda a: a.min(-1),
+    "any": lambda a: jnp.any(a > 2, -1).astype(a.dtype),
+    "product": lambda a: jnp.prod(1 + jnp.tanh(a) / 9, -1),
+    "masked": lambda a: jnp.mean(a, -1, where=jnp.arange(WORDS) % 3 > 0),
 }
 PICKED = {
     "along": lambda a, y: jnp.take_along_axis(a, y[:, None], 1)[:, 0],
-    "at": lambda a, y: a[jnp.arange(ROWS), y],
-    "hot": lambda a, y: (a * jax.nn.one_hot(y, WORDS)).sum(-1),
-    "product": lambda a, y: jnp.einsum("rv,rv->r", a, jax.nn.one_hot(y, WORDS)),
+    "at": lambda a, y: a[jnp.arange(len(a)), y],
+    "each": lambda a, y: jax.vmap(lambda row, i: row[i])(a, y),
+    "hot": lambda a, y: (a * jax.nn.one_hot(y, WORDS, dtype=a.dtype)).sum(-1),
+    "product": lambda a, y: jnp.einsum("rv,rv->r", a, jax.nn.one_hot(y, WORDS, dtype=a.dtype)),
 }
 BINARY = {
     "plus": lambda a, b: a + b,
@@ -86,8 +120,33 @@ COMBINED = {
 }
 
 
+def texts(each):
+    return each.reshape(BATCH, -1)
+
+
+ENDS = {  # of a number for each row, another and weights
+    "weighted": lambda n, m, w: jnp.sum(n * w),
+    "weighted mean": lambda n, m, w: jnp.sum(n * w) / jnp.maximum(jnp.sum(w > 0), 1),
+    "masked": lambda n, m, w: jnp.sum(jnp.where(w > 0, n, 0)) / jnp.sum(w > 0),
+    "two": lambda n, m, w: n.mean() + 0.1 * jnp.mean(m * m),
+    "two, masked": lambda n, m, w: (n * w).sum() / 7 - jnp.where(w[0] > 0, m.mean() / 3, 0),
+    "texts": lambda n, m, w: texts(n).sum(1) @ jnp.arange(1.0, 1 + BATCH, dtype=n.dtype),
+    "mean of texts": lambda n, m, w: jnp.mean(texts(n).sum(1) / (1 + texts(w > 0).sum(1))),
+    "tanh of texts": lambda n, m, w: jnp.tanh(texts(n).mean(1)).sum() + m.mean(),
+    "root": lambda n, m, w: jnp.sqrt(1 + jnp.mean(n) ** 2) * 3,
+    "product": lambda n, m, w: n.mean() * jnp.tanh(m.mean()),
+    "dot": lambda n, m, w: n @ w,
+    "largest": lambda n, m, w: n.max() + m.sum() / 9,
+}
+BESIDE = {  # what is returned beside the loss
+    "nothing": lambda n, m, w: (),
+    "rows": lambda n, m, w: n,
+    "totals": lambda n, m, w: (m.mean(), jnp.argmax(n)),
+}
+
+
 def write(seed):
-    """Returns the steps of a loss: (kind, name, numbers that choose its operands)."""
+    """Returns the steps of a loss, (kind, name, numbers that choose its operands), and its end."""
     rng = np.random.default_rng(seed)
     kinds = ["unary"] * 4 + ["reduced"] * 3 + ["picked"] * 2 + ["binary"] * 2 + ["spread"] * 2
     kinds += ["of a narrow"]
@@ -96,7 +155,7 @@ def write(seed):
         kind = str(rng.choice(kinds)) if rng.random() > 0.02 else "combined"
         table = TABLES[kind]
         steps.append((kind, str(rng.choice([*table])), *map(int, rng.integers(0, 99, 2))))
-    return steps, int(rng.integers(0, 4))
+    return steps, str(rng.choice([*ENDS])), str(rng.choice([*BESIDE]))
 
 
 TABLES = {
@@ -112,7 +171,7 @@ TABLES = {
 
 def loss_of(seed):
     """Returns the function of a loss."""
-    steps, end = write(seed)
+    steps, end, beside = write(seed)
 
     def loss(x, w, other, v, y, weights):
         z = x @ w
@@ -136,33 +195,82 @@ def loss_of(seed):
             else:
                 wide.append(COMBINED[name](a))
         each = sum(jnp.tanh(n) * (k + 1) for k, n in enumerate(narrow[-3:]))
-        each = each + REDUCED["mean"](wide[-1])
-        ends = each * weights, jnp.where(weights > 0, each, 0), each.reshape(BATCH, -1).sum(1), each
-        return ends[end].sum() + wide[-1].sum() * (end == 3) / 50, each
+        ends = each + REDUCED["mean"](wide[-1]), narrow[-1], weights
+        return ENDS[end](*ends), BESIDE[beside](*ends)
 
     return loss
 
 
-def arguments(seed):
-    keys = jax.random.split(jax.random.key(seed), 6)
-    shapes = (ROWS, FEATURES), (FEATURES, WORDS), (ROWS, FEATURES), (FEATURES, WORDS)
-    arrays = [jax.random.normal(k, s) for k, s in zip(keys, shapes)]
-    return *arrays, jax.random.randint(keys[4], (ROWS,), 0, WORDS), jnp.sin(jnp.arange(ROWS * 1.0))
+def arguments(seed, hostile=False, dtype=jnp.float64):
+    keys, rows = jax.random.split(jax.random.key(seed), 6), SIZES[seed // 7 % 4]
+    shapes = (rows, FEATURES), (FEATURES, WORDS), (rows, FEATURES), (FEATURES, WORDS)
+    arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes)]
+    y, weights = jax.random.randint(keys[4], (rows,), 0, WORDS), jnp.sin(jnp.arange(rows * 1.0))
+    if hostile:
+        strange = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 0, 1e300], dtype)
+        arrays[0] = arrays[0].at[2, 1].set(strange[seed % 5]).at[7].set(strange[seed // 5 % 5])
+        y = y.at[jnp.arange(5)].set(jnp.array([-1, -100, WORDS, 10**6, -WORDS]))
+        weights = weights.at[jnp.arange(3, 9)].set(0) * (seed % 11 > 0)
+    return *arrays, y, weights.astype(dtype)
+
+
+def check(found, want, exact, narrow, rounding):
+    """Asserts that a result is theirs, or as close to float64."""
+    if not narrow or found.dtype == np.int64:
+        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(want))
+        scale = np.abs(np.nan_to_num(want, posinf=0, neginf=0)).max() + 1e-3
+        np.testing.assert_allclose(found / scale, want / scale, rtol=rounding, atol=rounding)
+        return
+    ours, theirs = (np.abs(np.asarray(a, np.float64) - exact).max() for a in (found, want))
+    assert ours <= 4 * theirs + 32 * jnp.finfo(found.dtype).eps * np.abs(exact).max() + 1e-6
+
+
+@contextlib.contextmanager
+def uncompiled():
+    """Runs chunks by NumPy, too, which is sooner done than that XLA compiles them."""
+    from normfuse.layers.core.op import Split
+    from normfuse.layers.fuse import region
+
+    def rule(params, *operands):
+        spec, operands = params["spec"], params["tree"].unflatten(operands)
+        one = functools.partial(region._body, spec, Split(((),) * len(spec.rows), ()))
+        chunks = jax.make_jaxpr(functools.partial(one, order=params["order"]))(*operands)
+        return numpy_interpreter.evaluate(chunks, *operands)
+
+    names = [op.primitive.name for op in (region.rows, region.gradients)]
+    numpy_interpreter.CALLS.add(rule)
+    numpy_interpreter.RULES.update(dict.fromkeys(names, rule))
+    try:
+        yield
+    finally:
+        for name in names:
+            del numpy_interpreter.RULES[name]
 
 
 def run(seed):
     """Returns how a loss was served; raises AssertionError where it differs."""
     from normfuse import fuse
 
-    loss, args, reports = loss_of(seed), arguments(seed), []
-    both = lambda f: jax.value_and_grad(f, (0, 1, 2, 3, 5), has_aux=True)
-    with warnings.catch_warnings():
+    loss, reports, hostile = loss_of(seed), [], seed % 5 == 3
+    narrow = functools.partial(arguments, seed, dtype=jnp.bfloat16) if seed % 5 == 4 else None
+    args = arguments(seed, hostile) if narrow is None else narrow()
+    rounds = any(name == "narrower" for _, name, *_ in write(seed)[0])  # to float32
+    rounding = 1e-5 if rounds else 1e-9
+    by_numpy = numpy_interpreter.evaluated
+    wrap = {0: jax.jit, 5: lambda f: f}.get(seed % 20, by_numpy)  # compiled, or eager
+
+    def both(f, args, wrap=by_numpy):
+        times = lambda *args: (lambda value, aux: (value * 3, aux))(*f(*args))
+        moved = (0, 1, 2, 3, 5) if seed % 3 else (0, 1)
+        return wrap(jax.value_and_grad(times, moved, has_aux=True))(*args)
+
+    with warnings.catch_warnings(), uncompiled():
         warnings.simplefilter("ignore")
-        found = jax.jit(both(fuse(loss, report=reports.append)))(*args)
-        want = evaluated(both(loss))(*args)
-    for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
-        scale = np.abs(b).max() + 1e-3
-        np.testing.assert_allclose(a / scale, b / scale, rtol=1e-9, atol=1e-9)
+        found, want = both(fuse(loss, report=reports.append), args, wrap), both(loss, args)
+        wide = [a.astype(jnp.float64) if a.dtype == jnp.bfloat16 else a for a in args]
+        exact = want if narrow is None else both(loss, wide)
+    for each in zip(*map(jax.tree.leaves, (found, want, exact)), strict=True):
+        check(*map(np.asarray, each), narrow, rounding)
     rows = [row for row in reports[0].rows if row.domain in ("loss", "program")]
     failed = [row.reason for row in rows if "could not be" in row.reason]
     assert not failed, failed
