@@ -23,6 +23,7 @@ class Mask:
       keep: what they are where the scores stay.
       fill: the number. It has gone through what the scores went through.
       added: it is added to the scores, which then count in a row without any other.
+      changed: a bias was added after it, also to what it writes.
     """
 
     value: int
@@ -30,6 +31,7 @@ class Mask:
     keep: bool
     fill: float
     added: bool = False
+    changed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

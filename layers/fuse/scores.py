@@ -511,9 +511,10 @@ def _added(g: Any, form: Form, other: int, dims: Dims, sign: float) -> Form | No
         if max(no, yes) == 0 and min(no, yes) < 0:
             return _masked(g, form, two.mask, two.dims, yes == 0, min(no, yes), added=True)
     v, dims, factor, _ = g.peel(other, dims, scale=True)
+    masks = tuple(replace(m, changed=True) for m in form.base.masks)
     biases = (*form.base.biases, (v, dims, factor * sign))
     added = form.base.added | {g.program.avals[other].dtype}
-    return replace(form, base=replace(form.base, biases=biases, added=added))
+    return replace(form, base=replace(form.base, biases=biases, masks=masks, added=added))
 
 
 def _masked(
