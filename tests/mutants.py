@@ -1077,6 +1077,12 @@ MUTANTS = [
         "",
         "tests/fuse/test_lookalikes.py::test_lookalike[norm: the root of a scaled statistic]",
     ),
+    Mutant(  # columns that devices share are joined
+        "layers/fuse/products.py",
+        "return bool(explicit) and len(self.columns) > 1",
+        "return False",
+        "tests/fuse/test_batched_kernels.py::test_kernels_of_heads_on_explicit_axes[cndh]",
+    ),
     Mutant(  # values of an attention are experts
         "layers/fuse/parameters.py",
         "if not own.differentiated and own.matrices < max(",

@@ -78,7 +78,8 @@ def _check_other(
     strongest = max(map(strength, [o for o in others if not o.is_data]), default=(False, 0))
     if own not in others and looks_less and strength(own) <= strongest:
         raise Left("its kernel is made of parameters")
-    if own in others and own.matrices == 1 and (looks_less or strongest[1] > 1):
+    is_model = own.differentiated and not own.alone
+    if own in others and own.matrices == 1 and not is_model and (looks_less or strongest[1] > 1):
         raise Left("a product of an array with what is made of it")
 
 
