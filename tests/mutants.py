@@ -837,8 +837,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/products.py",
-        "(self.columns, self.features) if self.transposed else",
-        "(self.columns, self.features) if not self.transposed else",
+        "if self.transposed and not self.apart:",
+        "if not self.transposed and not self.apart:",
         "tests/fuse/test_spellings.py::test_products[matmul]",
     ),
     Mutant(  # a gate and an up of one input's features in two orders

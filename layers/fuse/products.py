@@ -118,9 +118,9 @@ class Matrix:
         return [(l,) for l in self.columns] if self.apart else [self.columns]
 
     def weight(self, read: Callable[[int], Any]) -> Any:
-        (first, *more), order = self.outs, [self.features, *self.outs]
-        if self.transposed and not more:
-            order = [first, self.features]
+        order = [self.features, *self.outs]
+        if self.transposed and not self.apart:
+            order.reverse()
         return arrange(read(self.kernel[0]), self.kernel[1], [*self.leading, *order])
 
     def called(self, function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
