@@ -224,8 +224,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/norm/op.py",
-        "found[0] = along if found[0] is None else found[0] + along",
-        "found[0] = along if found[0] is None else found[0]",
+        "gradients[0] = along if gradients[0] is None else gradients[0] + along",
+        "gradients[0] = along if gradients[0] is None else gradients[0]",
         "tests/layers/test_contexts.py::test_statistics",
     ),
     Mutant(
@@ -1117,8 +1117,8 @@ MUTANTS = [
     # ---------------------------------------------------------------- layers: modules
     Mutant(
         "layers/nnx.py",
-        "given = {key: rounded(p.reshape(shape), dtype) for key, p in given.items()}",
-        "given = {key: p.reshape(shape) for key, p in given.items()}",
+        "arrays = {key: rounded(p.reshape(shape), dtype) for key, p in arrays.items()}",
+        "arrays = {key: p.reshape(shape) for key, p in arrays.items()}",
         "tests/layers/test_modules.py::test_when_a_norm_casts[nnx]",
     ),
     Mutant(
@@ -1321,7 +1321,7 @@ MUTANTS = [
     ),
     Mutant(  # the headers are not read
         "native/registry.py",
-        'return int(found["MAJOR"]), int(found["MINOR"])',
+        'return int(numbers["MAJOR"]), int(numbers["MINOR"])',
         "return compiled_version()",
         "tests/native/test_cpu_registry.py::test_installed_version_is_read_from_the_headers",
     ),
@@ -1365,8 +1365,8 @@ MUTANTS = [
     ),
     Mutant(  # the result is rounded once more
         "layers/nnx.py",
-        "return self._norm(narrowed(x, dtype), **given, dtype=dtype, **options)",
-        'return self._norm(narrowed(x, dtype), **given, dtype="float16", **options).astype(dtype)',
+        "return self._norm(narrowed(x, dtype), **arrays, dtype=dtype, **options)",
+        'return self._norm(narrowed(x, dtype), **arrays, dtype="float16", **options).astype(dtype)',
         "tests/layers/test_modules.py::test_when_a_norm_casts[nnx]",
     ),
     Mutant(  # on one device as on many
