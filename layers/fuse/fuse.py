@@ -185,9 +185,9 @@ def rewritten(call: Call, options: Options, function: Any) -> Any:
             rows = plan(graph, options.quantization, options.skip)
             if any(site is not None for site, _ in rows):
                 program = trace(graph.run)
-                if options.quantization is not None:  # norms write the codes that products read
-                    run, codes = with_codes(program)
-                    program = trace(run)
+            if options.quantization is not None:  # norms write the codes that products read
+                run, codes = with_codes(program)
+                program = trace(run) if any(row.served for row in codes) else program
     except Theirs as failure:
         (error,) = failure.args
         raise error from error.__cause__
