@@ -670,6 +670,12 @@ MUTANTS = [
         "    for d in ():",
         "tests/fuse/test_rows.py::test_losses_are_their_own_equations[kl]",
     ),
+    Mutant(  # losses without exponentials
+        "layers/fuse/region.py",
+        "            if not is_loss and not is_hinge:",
+        "            if not is_loss:",
+        "tests/fuse/test_user_losses.py::test_losses[hinge_by_optax]",
+    ),
     Mutant(  # a total of which the loss is no sum over chunks
         "layers/fuse/plan.py",
         "if summed and not self._is_linear(made):",

@@ -533,7 +533,7 @@ class Search:
             is_wide = bool(followed & {*made.ins})
             if made.name == "dot_general" and is_wide and self._is_layer(made):
                 raise _NoLogits
-            self.names |= _names(made) if is_wide else set()
+            self.names |= _names(made.eqn) if is_wide else set()
             step = plan.advance(made)
             if step is not None:
                 for v in made.outs:
@@ -637,7 +637,9 @@ def found(
                 break
         both = _both_ways(program, searches)
         for one in searches[: 1 + both]:
-            if not one.names & _OF_LOSSES or not one.ends and "reduce_sum" not in one.names:
+            is_loss = one.names & _OF_LOSSES and (one.ends or "reduce_sum" in one.names)
+            is_hinge = one.names & _OF_HINGES and one.ends and not one.left
+            if not is_loss and not is_hinge:
                 continue
             try:
                 if not one.ends or one.left and not both:
@@ -668,11 +670,12 @@ def _without(program: Program, values: Sequence[int]) -> tuple[set[int], list[in
     return live, [v for v in values if v in live]
 
 
-def _names(made: Equation) -> set[str]:
-    """Returns the names of an equation, and of those of the function that it calls."""
-    inner = made.params.get("call_jaxpr")
-    return {made.name, *[e.primitive.name for e in (inner.eqns if inner else ())]}
+def _names(eqn: Any) -> set[str]:
+    """Returns the names of an equation, and of those of the programs that it calls."""
+    inner = eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+    return {eqn.primitive.name}.union(*map(_names, inner.eqns if inner else ()))
 
 
-_OF_LOSSES = frozenset("gather exp exp2 log log1p logistic argmax argmin top_k sort".split())
+_OF_LOSSES = frozenset("exp exp2 log log1p logistic argmax argmin top_k sort".split())
+_OF_HINGES = frozenset(("gather", "reduce_max"))  # of layers, too, where logits are needed
 _HIDDEN = 64  # how many times larger logits are than a product of them

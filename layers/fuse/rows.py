@@ -133,6 +133,15 @@ def _along(name: str) -> Callable[[Equation], Sequence[Link]]:
     return links
 
 
+def _stacked(e: Equation) -> Sequence[Link]:
+    axis, dims = e.params["axis"], range(len(e.made[0]))
+    return [None if d == axis else (d - (d > axis),) * len(e.given) for d in dims]
+
+
+def _unstacked(e: Equation) -> Sequence[Link]:
+    return [(d + (d >= e.params["axis"]),) for d in range(len(e.made[0]))]
+
+
 def _padded(e: Equation) -> Sequence[Link]:
     return [None if any(c) else (d, None) for d, c in enumerate(e.params["padding_config"])]
 
@@ -176,11 +185,12 @@ def _gathered(e: Equation) -> Sequence[Link]:
 
 
 _ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy
-cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma
-log log1p logistic lt max min mul name ne neg nextafter not or pcast population_count pow pvary
-reduce_precision rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz convert_element_type
+copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite
+le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not
+one_minus_square or pcast population_count pow pvary reduce_precision rem round rsqrt select_n
+sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+stop_gradient sub tan tanh xor
 """.split()
 _ON_DEVICES = "sharding_constraint", "pvary", "pcast"  # nothing to a chunk on one device
 _RESHAPES = "reshape", "squeeze", "expand_dims"
@@ -198,6 +208,8 @@ LINKS: Mapping[str, Callable[[Equation], Sequence[Link]]] = {
     "iota": lambda e: [()] * len(e.made[0]),
     "transpose": lambda e: [(int(i),) for i in e.params["permutation"]],
     "pad": _padded,
+    "stack": _stacked,
+    "unstack": _unstacked,
     "rev": _reversed,
     "dot_general": _product,
     "gather": _gathered,
