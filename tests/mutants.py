@@ -1054,15 +1054,15 @@ MUTANTS = [
     ),
     Mutant(  # a kernel has fewer dimensions than rows, whatever is differentiated
         "layers/fuse/parameters.py",
-        "rank = lambda i: (origins[i].differentiated, origins[i].matrices,",
-        "rank = lambda i: (origins[i].matrices,",
+        "evidence = lambda i: (origins[i].differentiated, origins[i].matrices)",
+        "evidence = lambda i: (origins[i].matrices,)",
         "tests/fuse/test_idioms.py::test_a_kernel_may_have_more_dimensions_than_rows"
         "[differentiated, beside a batch of more]",
     ),
     Mutant(
         "layers/fuse/parameters.py",
-        "own[:1] != own[-1:] and own[0] in contract and own[-1] not in contract, -len(own)",
-        "False, -len(own)",
+        "return bool(own) and own[0] in contract and own[-1] not in contract",
+        "return False",
         "tests/fuse/test_idioms.py::test_a_kernel_may_have_more_dimensions_than_rows[arrays]",
     ),
     Mutant(  # a codebook is a head

@@ -112,34 +112,19 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         if program.const(equation.ins[1]) is None:
             return None
         raise Left("its indices are not evenly spaced")
-    # The elements' dimensions are those of windows, and in order those of the indices. Each of the
-    # array's is read at `first` + `step` · (position along one of them): an index's column, or a
-    # window of `sizes[d]` in a row.
+    # The elements' dimensions are those of windows, and in order those of the indices.
     outer = [i for i in range(len(elements)) if i not in windows]
     inner = [d for d in range(len(shape)) if d not in single and d not in n.operand_batching_dims]
     window = dict(zip(inner, map(int, windows), strict=True))
-    sizes = [elements[window[d]] if d in window else 1 for d in range(len(shape))]
-    places: list[tuple[int, int, int, int | None]] = []
-    for d in range(len(shape)):
-        first, along = 0, {}
+    places = []
+    for d, length in enumerate(shape):
+        size, along = elements[window[d]] if d in window else 1, Affine((), 0)
         if d in n.operand_batching_dims:
-            along = {int(batched[n.operand_batching_dims.index(d)]): 1}
+            i = int(batched[n.operand_batching_dims.index(d)])
+            along = Affine((*[0] * i, 1), 0)
         elif d in starts:
-            column = found[starts.index(d)]
-            first, along = column.constant, dict(enumerate(column.coefficients))
-        along = {i: c for i, c in along.items() if c and indices[i] != 1}
-        if len(along) > 1 or along and sizes[d] != 1:
-            raise Left("its indices are not one for each position along a dimension")
-        step, count, source = 1, sizes[d], window.get(d)
-        if along:
-            ((i, step),) = along.items()
-            count, source = indices[i], outer[i]
-        if step < 0:
-            raise Left("its indices count backwards")
-        # In between, an affine function is within bounds, too.
-        if first < 0 or first + step * (count - 1) >= shape[d]:
-            raise Left("its indices are not within bounds")
-        places.append((first, step, count, source))
+            along = found[starts.index(d)]
+        places.append(_place(length, along, indices, size, window.get(d), outer))
     # Different elements have different positions if each of their dimensions moves along one of
     # the array's, and no other does.
     order = [source for _, _, count, source in places if source is not None and count != 1]
@@ -148,6 +133,45 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         raise Left("its indices repeat positions, or take a diagonal")
     first, step, count, _ = zip(*places)
     return Grid(tuple(shape), first, step, count, (*order, *others))
+
+
+_Place = tuple[int, int, int, int | None]
+
+
+def _place(
+    length: int,
+    index: Affine,
+    indices: Sequence[int],
+    size: int,
+    window: int | None,
+    outer: Sequence[int],
+) -> _Place:
+    """Returns the positions along one of an array's dimensions: first, step and count; and whose.
+
+    They are `first` + `step` · (position along one of the elements' dimensions): that of an index's
+    column, or of a window of `size` in a row.
+
+    Args:
+      length: the array's.
+      index: where the window begins, by the indices' dimensions, of sizes `indices`.
+      window, outer: the elements' dimensions that are this window's, and the indices'.
+
+    Raises:
+      Left: where they are not different positions within bounds, one for each element.
+    """
+    along = {i: c for i, c in enumerate(index.coefficients) if c and indices[i] != 1}
+    if len(along) > 1 or along and size != 1:
+        raise Left("its indices are not one for each position along a dimension")
+    first, step, count, source = index.constant, 1, size, window
+    if along:
+        ((i, step),) = along.items()
+        count, source = indices[i], outer[i]
+    if step < 0:
+        raise Left("its indices count backwards")
+    # In between, an affine function is within bounds, too.
+    if first < 0 or first + step * (count - 1) >= length:
+        raise Left("its indices are not within bounds")
+    return first, step, count, source
 
 
 # ---------------------------------------------------------------- writes that cover an array

@@ -19,7 +19,19 @@ import jax.numpy as jnp
 from ...native.dtypes import NARROW
 from ..norm import layer_norm, op, rms_norm
 from .constants import ARITHMETIC
-from .labels import MOVED, Dims, arrange, atoms, expanded, fresh, meet, moved, peel, shape_of
+from .labels import (
+    MOVED,
+    Dims,
+    Labels,
+    arrange,
+    atoms,
+    expanded,
+    fresh,
+    meet,
+    moved,
+    peel,
+    shape_of,
+)
 from .program import Equation, Program
 from .sites import Left, Read, Site, at_ends, called
 
@@ -504,37 +516,15 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Site:
       Left: where it has to stay as it is, with the reason.
     """
     g, part = norms.program, norms.of[value]
-    stat = part.stat
+    stat, x_aval, aval = part.stat, g.avals[part.x], g.avals[value]
     assert stat is not None
-    if stat.p != -0.5:
-        raise Left(f"it is multiplied by the power {stat.p:g} of a sum of squares")
     n = math.prod(l.size for l in part.along)
-    if not _is_one(stat.a * n, stat.slack):
-        raise Left(f"{stat.a * n:g} times the mean of squares")
-    if stat.b < 0:
-        raise Left("a negative eps")
-    x_aval, aval = g.avals[part.x], g.avals[value]
-    x_dims = norms.of[part.x].dims
-    everything = atoms(x_dims)
-    if set(atoms(part.dims)) != set(everything) or len(atoms(part.dims)) != len(everything):
-        raise Left("its result is not laid out as x")
+    _check_statistic(stat, n)
+    _check_layout(part, atoms(norms.of[part.x].dims))
     if x_aval.dtype == jnp.float64 != aval.dtype:
         raise Left("float64 is rounded")
-    if not part.along <= {*everything}:
-        raise Left("its axis is no axis of x")
-    rows = [tuple(l for l in d if l not in part.along) for d in expanded(part.dims)]
-    rows = [r for r in rows if r]
-    examples = 0
     vectors = [v for v in (part.scale, part.bias) if v is not None]
-    own = {frozenset(atoms(v.dims)) - part.along for v in vectors}
-    if any(own):
-        if len(own) > 1:
-            raise Left("its scale and its shift differ along different dimensions")
-        (which,), split = own, [l for r in rows for l in r]
-        examples = len(which)
-        if {*split[:examples]} != which or examples == len(split):
-            raise Left("its scale differs along dimensions that are not the first")
-        rows = [(l,) for l in split]
+    rows, examples = _rows_of(part, vectors)
     if part.rounded is not None and part.scale is not None:
         if part.rounded != aval.dtype:
             raise Left("it is rounded before its scale, to another dtype than its result's")
@@ -553,6 +543,43 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Site:
         served=f"{name}{RESIDUAL if added[1:] else ''}{owner}",
         compute=functools.partial(_computed, norms, value, part, added, rows, examples),
     )
+
+
+def _check_statistic(stat: Part, n: int) -> None:
+    """Raises Left unless a statistic is (mean of n squares + eps)^-½."""
+    if stat.p != -0.5:
+        raise Left(f"it is multiplied by the power {stat.p:g} of a sum of squares")
+    if not _is_one(stat.a * n, stat.slack):
+        raise Left(f"{stat.a * n:g} times the mean of squares")
+    if stat.b < 0:
+        raise Left("a negative eps")
+
+
+def _check_layout(part: Part, labels: Labels) -> None:
+    """Raises Left unless a norm has each label of x once, those that it is over among them."""
+    have = atoms(part.dims)
+    if {*have} != {*labels} or len(have) != len(labels):
+        raise Left("its result is not laid out as x")
+    if not part.along <= {*labels}:
+        raise Left("its axis is no axis of x")
+
+
+def _rows_of(part: Part, vectors: Sequence[Vector]) -> tuple[list[Labels], int]:
+    """Returns the labels of a norm's rows, and how many of them are examples.
+
+    Scale and shift differ between examples, which come first, and not between the rows of one.
+    """
+    rows = [tuple(l for l in d if l not in part.along) for d in expanded(part.dims)]
+    rows, own = [r for r in rows if r], {frozenset(atoms(v.dims)) - part.along for v in vectors}
+    if not any(own):
+        return rows, 0
+    if len(own) > 1:
+        raise Left("its scale and its shift differ along different dimensions")
+    (which,), split = own, [l for r in rows for l in r]
+    examples = len(which)
+    if {*split[:examples]} != which or examples == len(split):
+        raise Left("its scale differs along dimensions that are not the first")
+    return [(l,) for l in split], examples
 
 
 def _added(g: Program, x: int) -> tuple[int, ...]:

@@ -40,8 +40,10 @@ def kernel_side(g: Program, made: Equation) -> int:
         (which,) = may_be
         _check_other(g, made, which, origins, made_of[1 - which])
     else:
-        rank = lambda i: (origins[i].differentiated, origins[i].matrices, _looks(g, made, i))
-        which = max(may_be, key=rank)
+        evidence = lambda i: (origins[i].differentiated, origins[i].matrices)
+        # What vmap has computed is contracted along its first dimension, too; both are given here.
+        looks = lambda i: (_is_first_contracted(g, made, i), _looks(g, made, i))
+        which = max(may_be, key=lambda i: (*evidence(i), *looks(i)))
         are_matrices = max(g.avals[v].ndim for v in made.ins) < 3
         if origins[0] == origins[1] and (_batch(made) or are_matrices):
             raise Left(_OF_ITSELF if origins[0].alone else "a product of two parameters")
@@ -59,11 +61,16 @@ def _batch(made: Equation) -> tuple[Any, ...]:
     return batch if batch[0] else ()
 
 
-def _looks(g: Program, made: Equation, i: int) -> tuple[bool, int, int]:
-    """Returns how much an operand looks like a kernel, where nothing else is known."""
+def _is_first_contracted(g: Program, made: Equation, i: int) -> bool:
+    """Tells if an operand is contracted along its first dimension, and not along its last one."""
     contract, batch = (each[i] for each in made.params["dimension_numbers"])
     own = [d for d in range(g.avals[made.ins[i]].ndim) if d not in batch]
-    return own[:1] != own[-1:] and own[0] in contract and own[-1] not in contract, -len(own), i
+    return bool(own) and own[0] in contract and own[-1] not in contract
+
+
+def _looks(g: Program, made: Equation, i: int) -> tuple[int, int]:
+    """Returns how much an operand looks like a kernel, where nothing else is known."""
+    return len(made.params["dimension_numbers"][1][i]) - g.avals[made.ins[i]].ndim, i
 
 
 def _check_other(
