@@ -381,7 +381,12 @@ class Totals:
         if len(named) > 1 or not all(loss.is_plain for loss in losses):
             raise Left("its rows have more than a log-sum-exp and a label")
         # In float16 gradients of a mean would be too small.
-        self.times = 2.0 ** (size(losses[0].rows).bit_length() * (losses[0].dtype == jnp.float16))
+        self.times = 1.0
+        if losses[0].dtype == jnp.float16:
+            rows = size(losses[0].rows)
+            if not isinstance(rows, int):
+                raise Left("the number of its rows is not known")
+            self.times = 2.0 ** rows.bit_length()
         wide = jnp.promote_types(losses[0].logits_dtype, jnp.float32)
         types = [wide, wide, *[t for loss in self.used for t in loss.types]]
         types += [program.avals[v].dtype for v, *_ in self.reads]
