@@ -88,6 +88,8 @@ class Loss:
         picked = [t for t, _ in form.terms if t.kind == "pick"]
         labels, self.outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
         self.has_outside = self.outside not in ("", "clip")
+        self.clips = self.outside.endswith(("clip", "drop"))
+        self.picked = labels and (labels, self.clips)  # which words
         if self.outside == "all 0" and (
             abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
         ):
@@ -109,20 +111,19 @@ class Loss:
         self.dtype, self.logits_dtype = dtype, jnp.promote_types(logits, dtype)
         self.aval, self.to = g.avals[value], ([*[[a] for a in whole], contract], kernel_to)
         self.quantization = None if self.why else quantization
-        of_weights = [g.avals[v].dtype for v, _ in form.weights]
-        self.types = [jnp.dtype(bool)] * self.has_outside + of_weights  # without hidden words
+        # On a mesh devices would have to exchange what `_unread` reads.
+        self.hides_numbers = bool(hidden) and g.avals[found.w[0]].sharding.mesh.empty
+        self.has_more = bool(total or mean or self.hides_numbers)
+        marks = (hidden is not None and labels is not None) + self.has_outside
+        self.types = [jnp.promote_types(dtype, jnp.float32)] * self.has_more
+        self.types += [jnp.dtype(bool)] * marks + [g.avals[v].dtype for v, _ in form.weights]
         self.what = f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}"
-
-    @property
-    def is_plain(self) -> bool:
-        """Tells if it is made of log-sum-exps and costs alone."""
-        return not (self.sum or self.entropy or self.hidden)
 
     @property
     def is_cost(self) -> bool:
         """Tells if its slopes are known before the logits are, see `Total.linear`."""
         cross = self.lse == -self.pick and self.outside != "drop"
-        return self.is_plain and cross and not self.form.stopped
+        return cross and not (self.form.stopped or self.hidden)
 
     def site(self, values: Sequence[int], reads: Any, more: str, served: str, compute: Any) -> Site:
         """Returns the site of values of its logits."""
@@ -131,21 +132,22 @@ class Loss:
 
     # ------------------------------------------------------------ its value
 
-    def data(self, read: Read) -> list[Any]:
-        """Returns what it is computed from beside the logits, `(*rows)` each."""
-        marks = []
+    def data(self, read: Read, entropies: Any = None) -> list[Any]:
+        """Returns what it is computed from beside the logits, `(*rows)` each, of `types`."""
+        given = [self._more(read, entropies)] if self.has_more else []
         if self.hidden is not None and self.labels is not None:
-            marks.append(self._is_hidden(read))
+            given.append(self._is_hidden(read))
         if self.has_outside:
-            marks.append(self._inside(read))
-        return [*marks, *[self._place(read(v), dims) for v, dims in self.form.weights]]
+            given.append(self._inside(read))
+        return [*given, *[self._place(read(v), dims) for v, dims in self.form.weights]]
 
-    def of_rows(self, lse: Any, loss: Any, *data: Any, more: Any = 0) -> Any:
+    def of_rows(self, lse: Any, loss: Any, *data: Any) -> Any:
         """Returns the number of each row, given log-sum-exps, losses and `data`.
 
         A factor of 0 is left out where log-sum-exps cancel: 0 times infinity is NaN.
         """
         given, times = iter(data), lambda c, value: c * value if c else jnp.zeros_like(value)
+        more = next(given) if self.has_more else 0
         alone = base = y = times(self.lse, lse)
         if self.labels is not None:
             if self.hidden is not None:
@@ -211,14 +213,14 @@ class Loss:
         if explicit is not None:
             of_words = match_spec(of_words, within, jax.P(None))
         hidden = of_words.at[within].get(out_sharding=explicit)
-        return hidden if self.outside.endswith(("clip", "drop")) else hidden & (labels == within)
+        return hidden if self.clips else hidden & (labels == within)
 
     def words(self, read: Read) -> Any:
         """Returns the word that each label picks, -1 for none; without labels any."""
         if self.labels is None:
             return self._place(jnp.zeros((), jnp.int32), ())
         labels = self._words(read)
-        if self.outside.endswith(("clip", "drop")):
+        if self.clips:
             words = jnp.clip(labels, 0, self.vocabulary - 1)
         else:
             words = jnp.where(self._inside(read), labels, -1)
@@ -275,23 +277,24 @@ class Loss:
         ).spec(x, kernel, bias)
         return [x, self._seen(kernel), bias], spec
 
-    def beside(self, read: Read, entropy: Any) -> Any:
+    def _more(self, read: Read, entropies: Any) -> Any:
         """Returns what is added to each row's number beside log-sum-exps and picks."""
-        y, (x, kernel), bias = 0, self.operands(read), self.bias(read)
+        more, (x, kernel), bias = [], self.operands(read), self.bias(read)
         if self.sum:  # of all logits of a row: x times the sum of the kernel's words
             wide = jnp.promote_types(self.dtype, jnp.float32)
             words = jnp.sum(kernel.astype(self.dtype).astype(wide), int(not self.transposed))
             totals = jnp.sum(x.astype(wide) * words, -1)
-            y = self.sum * (totals if bias is None else totals + jnp.sum(bias.astype(wide)))
+            totals = totals if bias is None else totals + jnp.sum(bias.astype(wide))
+            more.append(self.sum * totals)
         if self.entropy:
             kept = 1
             if bias is not None and self.of.softcap is None:  # theirs: 0 times a logit of -inf
                 kept = jnp.where(jnp.any(bias == -jnp.inf), jnp.nan, 1)
-            y = y + self.entropy * entropy * kept
-        if self.hidden is not None and jax.typeof(kernel).sharding.mesh.empty:
-            # On a mesh devices would have to exchange it.
-            y = y + called(_unread, x, kernel, self.hidden[0], words=int(not self.transposed))
-        return y
+            more.append(self.entropy * entropies * kept)
+        if self.hides_numbers:
+            hidden = self.hidden and self.hidden[0]
+            more.append(called(_unread, x, kernel, hidden, words=int(not self.transposed)))
+        return functools.reduce(jnp.add, more).astype(self.types[0])
 
     def best(self, read: Read) -> Sequence[Any]:
         """Returns the words of the largest logits, for an accuracy beside a loss."""
@@ -315,15 +318,11 @@ def _in_rows(losses: Sequence[Loss], read: Read) -> Sequence[Any]:
     operands, spec = losses[0].logits(read, entropy)
     found: dict[Any, Any] = {}
     for loss in sorted(losses, key=lambda loss: loss.labels is None):
-        if loss.labels not in found:
-            found[loss.labels] = loss_of_rows(*operands, loss.words(read), spec=spec)
-            found.setdefault(None, found[loss.labels])  # log-sum-exps come with any losses
-    values = []
-    for loss in losses:
-        lse, cost, *entropies = found[loss.labels]
-        more = loss.beside(read, *(entropies or [None]))
-        values.append(loss.added_up(loss.of_rows(lse, cost, *loss.data(read), more=more)))
-    return values
+        if loss.picked not in found:
+            found[loss.picked] = loss_of_rows(*operands, loss.words(read), spec=spec)
+            found.setdefault(None, found[loss.picked])  # log-sum-exps come with any losses
+    rows = [(loss, *found[loss.picked][:2], loss.data(read, found[None][-1])) for loss in losses]
+    return [loss.added_up(loss.of_rows(lse, cost, *data)) for loss, lse, cost, data in rows]
 
 
 # ---------------------------------------------------------------- totals
@@ -377,8 +376,8 @@ class Totals:
         plan.need([(self.value, plan.rows[self.value])])
         self.used = [loss for loss in losses if loss.value in plan.slots]
         self.reads = self._reads_of_rows()
-        named = {loss.labels for loss in losses if loss.labels is not None}
-        if len(named) > 1 or not all(loss.is_plain for loss in losses):
+        picked = {loss.picked for loss in losses if loss.picked is not None}
+        if len(picked) > 1 or any(loss.entropy for loss in losses):
             raise Left("its rows have more than a log-sum-exp and a label")
         # In float16 gradients of a mean would be too small.
         self.times = 1.0
@@ -399,6 +398,8 @@ class Totals:
         text = f"{own}{own.consts}{[*map(id, calls)]}"
         addend = Addend(own, hashlib.sha256(text.encode()).hexdigest(), calls)
         selects = bool(calls) or any(step.equation.name in _SELECTING for step in steps)
+        if self.value not in program.results:  # it may come back as NaN
+            selects |= any(loss.has_outside for loss in self.used)
         self.total = Total(addend, len(types) - 2, self.value in costs, selects)
 
     def _follow(self, live: set[int]) -> set[int]:

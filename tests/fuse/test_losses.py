@@ -72,6 +72,11 @@ TOTALS = {
     "at least": lambda z, m, y: jnp.maximum(cost(z, y), m * 3).mean(),
     "log-sum-exps": lambda z, m, y: (logsumexp(z, -1) * m).sum(),
     "beside more": lambda z, m, y: ((cost(z, y) * m).sum(), cost(z, y), cost(z, y).mean()),
+    "smoothed": lambda z, m, y: (
+        -(m * (log_softmax(z) * (0.9 * jax.nn.one_hot(y, WORDS) + 0.1 / WORDS)).sum(-1)).mean()
+    ),
+    "NaN comes back": lambda z, m, y: jnp.tanh((cost(z, y) * m).mean()),
+    "words hidden": lambda z, m, y: masked(jnp.where(jnp.arange(WORDS) < 13, z, -1e9), m, y % 13),
     "selected twice": lambda z, m, y: jnp.where(
         jnp.sum(m > 9) > 0, jnp.where(m > 0.5, cost(z, y), 0.0).sum() / jnp.sum(m > 9), 0.0
     ),
@@ -80,6 +85,11 @@ OTHERS = {
     "pairs": lambda z, m, y: jax.nn.softplus(cost(z, y).reshape(SEQUENCES, -1).sum(1)).mean(),
     "of all rows": lambda z, m, y: (cost(z, y) * jnp.cumsum(cost(z, y))).sum(),
     "a quotient": lambda z, m, y: cost(z, y).sum() / (cost(z, y) * m).sum(),
+    "clipped and filled": lambda z, m, y: (
+        (logsumexp(z, -1) * m).mean(),
+        -log_softmax(z).at[jnp.arange(ROWS), y].get(mode="clip"),
+        cost(z, y),
+    ),
     "two labels": lambda z, m, y: (cost(z, y) * m + cost(z, y[::-1])).sum(),
 }
 
