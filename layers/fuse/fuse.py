@@ -304,12 +304,13 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         scores.wanted.update(v for site in sites[name] for v in site.reads)
     regions, more = _regions(program, sites, quantization)
     lost = {v for site in regions for v in site.dead}
-    left = [one for one in left if one[1] != "loss" or not lost & {*one[3]}]
+    left = [one for one in left if one[1] not in ("loss", "attention") or not lost & {*one[3]}]
     of_losses = [*[site.dead for site in sites["loss"]], *[d for _, k, _, d in left if k == "loss"]]
     known = {v for dead in of_losses for v in dead}  # these have a row that says why
     left += [one for one in more if one[0] not in known]
     sites["loss"] = [s for s in sites["loss"] if not lost & {*s.dead}] + regions
-    if not sites["loss"] and not any(kind == "loss" for _, kind, *_ in left):
+    is_loss = [site.what.startswith("loss") for site in sites["loss"]]
+    if not any(is_loss) and not any(kind == "loss" for _, kind, *_ in left):
         why = "what becomes of its logits is no loss that is known"
         left += [(v, "loss", why, (v,)) for v in _logits(program)]
     return sum(sites.values(), []), left

@@ -48,7 +48,7 @@ from .sites import Left, Site
 
 SMALLEST = 1024
 """Fewer columns than these are not wide."""
-_NARROW = 4  # how many times larger logits are than what is no longer wide
+WIDER = 4  # how many times larger logits are than what is no longer wide
 _PARTS, _FEW = 8, 16  # chunks of rows, but not of fewer than these
 
 # ---------------------------------------------------------------- regions
@@ -438,12 +438,13 @@ class Search:
     def __init__(self, program: Program, live: set[int], product: Equation, right: bool):
         self.program, self.live, self.product = program, live, product
         (self.logits,) = product.outs
-        ((lc, _), batches) = product.params["dimension_numbers"]
+        ((lc, _), (batch, _)) = product.params["dimension_numbers"]
         shape, rows = program.avals[self.logits].shape, program.avals[product.ins[0]].ndim - len(lc)
-        of_rows = {*range(rows)} if right else {*range(rows, len(shape))}
+        of_rows = {*range(rows)} if right else {*range(len(batch)), *range(rows, len(shape))}
         of_rows = {d for d in of_rows if shape[d] > 1}
-        self.words = math.prod([n for d, n in enumerate(shape) if d not in of_rows])
-        if self.words < SMALLEST or any(batches):
+        width = lambda: math.prod([n for d, n in enumerate(shape) if d not in of_rows])
+        self.words = width()
+        if self.words < SMALLEST or not self._is_searched(len(batch)):
             raise _NoLogits
         while of_rows:
             own = [(Label(n),) if d in of_rows else () for d, n in enumerate(shape)]
@@ -454,11 +455,18 @@ class Search:
             if not combined or combined == of_rows:
                 return
             of_rows -= combined  # other rows are cut alone
+            self.words = width() if self.of_queries else self.words
         raise _NoLogits
+
+    of_queries = False
+
+    def _is_searched(self, batches: int) -> bool:
+        """Tells if a product with so many dimensions of a batch may make logits."""
+        return not batches
 
     def is_wide(self, v: int, rows: Rows) -> bool:
         sizes = zip(rows, self.program.avals[v].shape)
-        return _NARROW * math.prod([n for labels, n in sizes if not labels]) > self.words
+        return WIDER * math.prod([n for labels, n in sizes if not labels]) > self.words
 
     def _lifts(self, v: int, rows: Rows) -> bool:
         """Tells if a value that does not depend on the logits is computed in chunks, too."""
@@ -469,7 +477,8 @@ class Search:
             raise _Again
         return True
 
-    why = ""
+    why, chunks = "", "chunks"
+    what = "loss {rows} x {summed} -> {words}, {dtype}"
 
     def _search(self) -> None:
         """Follows the logits, and other products that are as wide."""
@@ -496,13 +505,14 @@ class Search:
             except _Again:
                 continue
 
-    def _is_layer(self, product: Equation) -> bool:
+    def _is_layer(self, product: Equation, followed: set[int]) -> bool:
         """Tells if a product of wide values is that of one more layer: these are no logits."""
+        del followed
         contracted = zip(product.ins, product.params["dimension_numbers"][0])
         shapes = [(self.program.avals[v].shape, dims) for v, dims in contracted]
         summed = math.prod([shapes[0][0][i] for i in shapes[0][1]])
         sizes = [self.program.avals[v].size for v in (*product.outs, self.logits)]
-        return _NARROW * summed >= self.words and _HIDDEN * sizes[0] > sizes[1]
+        return WIDER * summed >= self.words and _HIDDEN * sizes[0] > sizes[1]
 
     def _total(self, ends: Sequence[int]) -> int | None:
         """Returns the end whose gradients are computed with it; None for none."""
@@ -531,7 +541,8 @@ class Search:
             if not self.live & {*made.outs}:
                 continue
             is_wide = bool(followed & {*made.ins})
-            if made.name == "dot_general" and is_wide and self._is_layer(made):
+            last = made.name == "dot_general" and is_wide and self._is_layer(made, followed)
+            if last and not self.of_queries:
                 raise _NoLogits
             self.names |= _names(made.eqn) if is_wide else set()
             step = plan.advance(made)
@@ -549,7 +560,7 @@ class Search:
                 why = plan.lost[made.outs[0]]
                 self.combined |= why.labels if isinstance(why, Combined) else set()
                 self.why = self.why or f"{program.described(made)}: {why}"
-            push(made.outs)
+            push(() if last else made.outs)
         return narrow, wide
 
     def site(self, quantization: Any) -> Site:
@@ -592,8 +603,8 @@ class Search:
             outs=tuple(ends),
             reads=tuple([v for v, *_ in reads]),
             dead=tuple(self.sources),
-            what=f"loss {count} x {summed} -> {self.words}, {x.dtype.name}",
-            served=f"rows: its own equations in chunks, {when}{more}",
+            what=self.what.format(rows=count, summed=summed, words=self.words, dtype=x.dtype.name),
+            served=f"rows: its own equations in {self.chunks}, {when}{more}",
             compute=functools.partial(_computed, region, [v for v, *_ in reads]),
         )
 
@@ -618,6 +629,8 @@ def found(
       live: the values that it needs without losses' sites.
       wanted: those that it needs beside all other sites.
     """
+    from .queries import Queries  # which is a search
+
     # Rules also read explicit broadcasts of operands, which nothing evaluates.
     live = live.union(*[e.ins for e in program.equations if live & {*e.outs}])
     served: set[int] = set()
@@ -626,15 +639,18 @@ def found(
             continue
         if not {*product.outs} <= wanted - served:
             continue
-        searches = []
+        searches: list[Search] = []
+        kind = Queries if any(product.params["dimension_numbers"][1]) else Search
         for right in (True, False):
             try:
-                searches.append(one := Search(program, live, product, right))
+                searches.append(one := kind(program, live, product, right))
             except (_NoLogits, Left):
                 continue
             if one.ends and not one.left:
                 searches = [one]
                 break
+        if kind is Queries:  # else the attention's own row says why
+            searches = [one for one in searches if one.ends and not one.left]
         both = _both_ways(program, searches)
         for one in searches[: 1 + both]:
             is_loss = one.names & _OF_LOSSES and (one.ends or "reduce_sum" in one.names)
