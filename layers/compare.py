@@ -115,7 +115,7 @@ def compared(
     quantization: Quantization,
     skip: Skip,
 ) -> Comparison:
-    """Returns what `compare` does, of a loss and `fuse(loss)`."""
+    """Compares a loss with `fuse(loss)`, for any framework's `fuse`; see `compare`."""
     skip = skip_of("compare", skip)
     paths, tree = jax.tree_util.tree_flatten_with_path(tuple(arguments))
     leaves = [leaf for _, leaf in paths]
@@ -213,7 +213,7 @@ def _error(y: Any, exact: Any) -> float:
 def _reference(
     closed: Any, given: list[Any], rest: list[Any], scalar: int
 ) -> tuple[list[Any], str]:
-    """Returns results and gradients of a program in a wider dtype, and what that is."""
+    """Returns a program's results and gradients in a wider dtype, and its name for the table."""
     narrow = re.search(r"\b(bf16|f16|f8_\w+)\[", str(closed))
     dtype = jnp.dtype(jnp.float32 if narrow else jnp.float64)
     call = lambda *operands: _widened(closed, dtype, operands)

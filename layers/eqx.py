@@ -194,7 +194,7 @@ class Linear(eqx.nn.Linear, _Options):
         return ""
 
     def compute_dtype(self, *arrays: Array | None) -> Any:
-        """Returns what x and the weights promote to."""
+        """Returns the dtype that the arrays promote to."""
         return jnp.result_type(*(a for a in arrays if a is not None))
 
 

@@ -148,7 +148,7 @@ class Checkpoints:
         return self._newest_whole(read)[1]
 
     def _newest_whole(self, read: Callable[[int], Any]) -> tuple[list[int], Any]:
-        """Returns the damaged steps, and what `read` does of the newest step that is whole."""
+        """Returns the damaged steps, and the result of `read` for the newest step that is whole."""
         damaged = []
         complete = self.steps()
         for step in sorted({*complete, *self._numbered()}, reverse=True):
@@ -178,7 +178,7 @@ class Checkpoints:
             return handler.restore(folder, args=ocp.args.StandardRestore(abstract))
 
     def _agreed(self, read: Callable[[], Any]) -> Any:
-        """Returns what `read` does; Damaged, on all processes, if it fails on any."""
+        """Calls `read`; raises Damaged, on all processes, if it fails on any."""
         trouble = value = None
         try:
             value = read()

@@ -156,7 +156,7 @@ class Tangent:
     vmaps: tuple[tuple[bool, ...], ...] = ()
 
     def read(self, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns what was kept, and a tangent or None for each of `moves`."""
+        """Returns the kept arrays, and a tangent or None for each of `moves`."""
         count = self.kept.num_leaves
         moving = iter(operands[count:])
         return self.kept.unflatten(operands[:count]), [

@@ -129,7 +129,7 @@ def layout_of(loop: Loop, operands: Sequence[Any]) -> tuple[Layout, tuple[int, .
 
 
 def _explained(body: Callable[..., Any], loop: Loop, *operands: Array) -> Results:
-    """Returns what `body` does; raises one clear error if neither it nor a definition can serve."""
+    """Runs `body`; raises one clear error if neither it nor a definition can serve."""
     if 0 in loop.shape(operands):
         return [jnp.zeros(t.shape, t.dtype) for t in loop.types(operands)]
     try:
