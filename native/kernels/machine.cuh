@@ -29,11 +29,11 @@ __device__ inline long long kept(long long value) {
 
 // 2^x and 1 / x, off by about 2 units in the last place; 0 where they are below 2^-126, for which
 // the compiler would add three instructions.
-__device__ inline float approximate_exp2(float x) {
+__device__ inline float exp2_of(float x) {
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 }
-__device__ inline float approximate_reciprocal(float x) {
+__device__ inline float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 }

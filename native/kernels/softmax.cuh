@@ -17,12 +17,11 @@ constexpr float kLog2E = 1.44269504f;
 __device__ inline float scaled(float y) { return kLog2E * y; }
 
 __device__ inline float exponential(float x, float scaled_y) {
-  return approximate_exp2(fmaf(kLog2E, x, -scaled_y));
+  return exp2_of(fmaf(kLog2E, x, -scaled_y));
 }
 #else
 __device__ inline Compute scaled(Compute y) { return y; }
-__device__ inline float exponential(float x, float y) { return expf(x - y); }
-__device__ inline double exponential(double x, double y) { return exp(x - y); }
+__device__ inline Compute exponential(Compute x, Compute y) { return exp(x - y); }
 #endif
 
 __device__ inline Vector capped(const Packed<Z_TYPE, VECTOR>& packed, Compute softcap) {

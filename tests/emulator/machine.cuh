@@ -296,8 +296,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return result;
 }
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
-inline float approximate_exp2(float x) { return exp2f(x); }
-inline float approximate_reciprocal(float x) { return 1.0f / x; }
+inline float exp2_of(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline double rsqrt(double value) { return 1.0 / std::sqrt(value); }
 
 template <bool kChoice, typename A, typename B>
