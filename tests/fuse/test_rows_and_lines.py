@@ -161,3 +161,19 @@ def test_codes_have_the_line_of_their_own_norm():
     codes = [row.where.split()[-1] for row in rows if row.domain == "codes"]
     norms = [row.where.split()[-1] for row in rows if row.domain == "norm"]
     assert len({*codes}) == 2 and sorted(codes) == sorted(norms), rows
+
+
+def capped(x, w, b, y):
+    """A loss whose logits have a bias, and then a soft cap."""
+    z = 30 * jnp.tanh((x @ w + b) / 30)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], 1))
+
+
+@pytest.mark.parametrize(("words", "served"), [(2048, True), (512, False)])
+def test_a_loss_with_a_bias_and_a_soft_cap_has_a_row(words, served):
+    """No kernel takes both; rows do, where logits are worth it."""
+    x, w, b = draws((32, 16), (16, words), (words,))
+    args = x, w, b, jnp.arange(32) * 7
+    fuse_cases.compare(capped, args)
+    (row,) = [row for row in rows_of(capped, *args) if row.domain == "loss"]
+    assert bool(row.served) is served and (row.served or row.reason)
