@@ -132,10 +132,10 @@ def compared(
             for i, x in zip([*floats, *others], given, strict=True):
                 whole[i] = x
             results = function(*jax.tree.unflatten(tree, whole))
-            found = jax.tree_util.tree_flatten_with_path(results)[0]
-            found = [(p, y) for p, y in found if is_array(y) and _is_float(y)]
-            names[:] = ["result" + jax.tree_util.keystr(p) if p else "value" for p, _ in found]
-            return [y for _, y in found]
+            floating = jax.tree_util.tree_flatten_with_path(results)[0]
+            floating = [(p, y) for p, y in floating if is_array(y) and _is_float(y)]
+            names[:] = ["result" + jax.tree_util.keystr(p) if p else "value" for p, _ in floating]
+            return [y for _, y in floating]
 
         return call
 
@@ -178,16 +178,16 @@ def _place(function: Any, path: Any) -> str:
 
 
 def _with_gradients(
-    call: Callable[..., list[Any]], given: list[Any], rest: list[Any], scalar: int
+    call: Callable[..., list[Any]], chosen: list[Any], rest: list[Any], scalar: int
 ) -> list[Any]:
     """Returns a function's results, and the gradients of one of them, on the host."""
 
-    def first(given: list[Any], rest: list[Any]) -> tuple[Any, list[Any]]:
-        results = call(*given, *rest)
+    def first(chosen: list[Any], rest: list[Any]) -> tuple[Any, list[Any]]:
+        results = call(*chosen, *rest)
         return results[scalar], results
 
     both = jax.jit(jax.value_and_grad(first, has_aux=True))
-    (_, results), gradients = both(given, rest)
+    (_, results), gradients = both(chosen, rest)
     return jax.device_get([*results, *gradients])
 
 
@@ -211,14 +211,14 @@ def _error(y: Any, exact: Any) -> float:
 
 
 def _reference(
-    closed: Any, given: list[Any], rest: list[Any], scalar: int
+    closed: Any, chosen: list[Any], rest: list[Any], scalar: int
 ) -> tuple[list[Any], str]:
     """Returns a program's results and gradients in a wider dtype, and its name for the table."""
     narrow = re.search(r"\b(bf16|f16|f8_\w+)\[", str(closed))
     dtype = jnp.dtype(jnp.float32 if narrow else jnp.float64)
     call = lambda *operands: _widened(closed, dtype, operands)
     with contextlib.nullcontext() if narrow else jax.enable_x64(True):
-        cast = [lax.convert_element_type(x, dtype) for x in given]
+        cast = [lax.convert_element_type(x, dtype) for x in chosen]
         return _with_gradients(call, cast, rest, scalar), f"the same program in {dtype.name}"
 
 
@@ -226,8 +226,8 @@ def _widened(closed: Any, dtype: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates a program with every floating-point number of one dtype."""
     cast = lambda x: lax.convert_element_type(x, dtype) if _is_float(jax.typeof(x)) else x
     read = lambda v, x: cast(np.asarray(x, v.aval.dtype) if hasattr(v, "val") else x)
-    step = lambda eqn, given: _wide_results(eqn, dtype, [*map(read, eqn.invars, given)])
-    rule = lambda eqn, given: [*map(cast, step(eqn, given))]
+    step = lambda eqn, inputs: _wide_results(eqn, dtype, [*map(read, eqn.invars, inputs)])
+    rule = lambda eqn, inputs: [*map(cast, step(eqn, inputs))]
     results = evaluate(closed, [*map(cast, operands)], rule)
     return [*map(read, getattr(closed, "jaxpr", closed).outvars, results)]
 

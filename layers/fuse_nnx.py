@@ -95,9 +95,9 @@ def compare(
 
     states = [state[i] if i in state else None for i in range(len(arguments))]
     fused = lambda _, **options: of_states(fuse(loss, **options))
-    found = compared(of_states(loss), states, fused, quantization, skip)
+    comparison = compared(of_states(loss), states, fused, quantization, skip)
     rename = lambda row: dataclasses.replace(row, name=row.name.removesuffix(".value"))
-    return dataclasses.replace(found, rows=tuple(map(rename, found.rows)))
+    return dataclasses.replace(comparison, rows=tuple(map(rename, comparison.rows)))
 
 
 def _of_states(function: F, transform: Callable[[Any], Any]) -> F:

@@ -66,10 +66,10 @@ class _Norm(nn.Module):
             return modules.by_framework(name, reason, self, lambda: flax.__call__(x, mask=mask))
         shape = [x.shape[i] for i in axes]
         init = lambda key: (getattr(self, f"{key}_init"), shape, self.param_dtype)
-        given = {key: self.param(key, *init(key)) for key, used in uses.items() if used}
-        dtype = dtypes.canonicalize_dtype(x, *given.values(), dtype=self.dtype)
+        parameters = {key: self.param(key, *init(key)) for key, used in uses.items() if used}
+        dtype = dtypes.canonicalize_dtype(x, *parameters.values(), dtype=self.dtype)
         options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
-        return self._norm(x, **given, dtype=dtype, **options)
+        return self._norm(x, **parameters, dtype=dtype, **options)
 
 
 class RMSNorm(_Norm, nn.RMSNorm):

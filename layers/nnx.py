@@ -53,8 +53,8 @@ class _Norm:
         x, name = jnp.asarray(x), self._name
         axes = dimensions_of(name, x, self.reduction_axes)
         parameters = {"scale": self.scale, "bias": getattr(self, "bias", None)}
-        given = {key: p[...] for key, p in parameters.items() if p is not None}
-        features = dimensions_of(name, x, self.feature_axes) if given else axes
+        arrays = {key: p[...] for key, p in parameters.items() if p is not None}
+        features = dimensions_of(name, x, self.feature_axes) if arrays else axes
         reasons = {
             "a mask": mask is not None,
             "an axis_name": self.axis_name is not None,
@@ -62,21 +62,21 @@ class _Norm:
             "feature_axes that differ from reduction_axes": features != axes,
             "an epsilon that is an array": isinstance(self.epsilon, Array),
         }
-        own = [p.dtype for p in given.values()]
+        own = [p.dtype for p in arrays.values()]
         if reason := unserved(reasons, x.dtype, *own, self.dtype):
             flax: Any = super()
             return modules.by_framework(name, reason, self, lambda: flax.__call__(x, mask=mask))
-        dtype = dtypes.canonicalize_dtype(x, *given.values(), dtype=self.dtype)
+        dtype = dtypes.canonicalize_dtype(x, *arrays.values(), dtype=self.dtype)
         shape = tuple(x.shape[i] for i in axes)
-        for parameter in given.values():
+        for parameter in arrays.values():
             if parameter.size != math.prod(shape):
                 raise ValueError(
                     f"{name}: x must have num_features={parameter.size} features on axis "
                     f"{self.feature_axes}, got shape {x.shape}"
                 )
-        given = {key: rounded(p.reshape(shape), dtype) for key, p in given.items()}
+        arrays = {key: rounded(p.reshape(shape), dtype) for key, p in arrays.items()}
         options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
-        return self._norm(narrowed(x, dtype), **given, dtype=dtype, **options)
+        return self._norm(narrowed(x, dtype), **arrays, dtype=dtype, **options)
 
 
 class RMSNorm(_Norm, nnx.RMSNorm):

@@ -127,8 +127,8 @@ class TransformerConfig:
         if self.quantization is not None and self.dtype == "float64":
             rule = "cannot go with dtype='float64': FP8 products have a narrower compute dtype"
             raise ValueError(f"quantization={self.quantization!r} {rule}.")
-        given = self.implementation
-        for name in given if isinstance(given, tuple) else () if given is None else (given,):
+        chosen = self.implementation
+        for name in chosen if isinstance(chosen, tuple) else () if chosen is None else (chosen,):
             _one_of("implementation", name, get_args(Implementation))
 
 

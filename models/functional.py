@@ -61,7 +61,7 @@ class Functional:
 
         With `segment_ids`, integers of the same shape, tokens attend only to those of equal ids.
         """
-        run = self._fused(lambda model, *given: model(*given))
+        run = self._fused(lambda model, *inputs: model(*inputs))
         return run(params, tokens, segment_ids)
 
     def loss(
@@ -89,12 +89,12 @@ class Functional:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        run = self._fused(lambda model, *given: model.loss(*given, **options))
+        run = self._fused(lambda model, *inputs: model.loss(*inputs, **options))
         return run(params, tokens, targets, segment_ids)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
-        run = lambda params, *given: self.decoder(params).decode(*given)
+        run = lambda params, *inputs: self.decoder(params).decode(*inputs)
         if not self._plain():
             run = fuse(run, report=lambda _: None)
         return run(params, tokens, cache)

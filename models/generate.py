@@ -121,8 +121,8 @@ def _counts(number: Any) -> bool:
 
 
 def _rows(prompt: Any) -> list[np.ndarray]:
-    given = prompt if isinstance(prompt, list | tuple) else np.atleast_1d(prompt)
-    rows = [np.asarray(row) for row in given]
+    prompts = prompt if isinstance(prompt, list | tuple) else np.atleast_1d(prompt)
+    rows = [np.asarray(row) for row in prompts]
     bad = lambda row: row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer)
     wrong = next((f"{row.dtype} of shape {row.shape}" for row in rows if bad(row)), None)
     if wrong or not rows:

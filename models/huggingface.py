@@ -380,7 +380,7 @@ _RUN = "dtype param_dtype remat attention implementation quantization".split()  
 
 def _names(fields: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings by the fields that they set."""
-    return {field: of[0] for field, of in fields.items() if isinstance(of, tuple)}
+    return {field: setting[0] for field, setting in fields.items() if isinstance(setting, tuple)}
 
 
 def _settings(config: TransformerConfig, kind: str) -> dict[str, Any]:

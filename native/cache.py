@@ -263,11 +263,11 @@ def _evict(folder: pathlib.Path) -> None:
 
 def _files(folder: pathlib.Path, *suffixes: str) -> list[tuple[pathlib.Path, os.stat_result]]:
     """The files of a folder with these suffixes, without those that have vanished meanwhile."""
-    found = []
+    entries = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 status = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(suffixes) and not stat.S_ISDIR(status.st_mode):
-                    found.append((pathlib.Path(entry.path), status))
-    return found
+                    entries.append((pathlib.Path(entry.path), status))
+    return entries

@@ -87,10 +87,10 @@ def files_read(text: str) -> tuple[str, ...]:
     lines = re.sub(r"(?:\\|\?\?/)[ \t\f\v]*\n", "", lines)  # joins continued lines
     lines = re.sub(r"//[^\n]*", "", lines)
     texts = lines, re.sub(r"/\*.*?\*/", " ", lines, flags=re.DOTALL)
-    found = [m["file"] or m[0] for whole in texts for m in _DIRECTIVE.finditer(whole)]
+    files = [m["file"] or m[0] for whole in texts for m in _DIRECTIVE.finditer(whole)]
     if re.search(r'\.inc(?:bin|lude)\s*\\?"', lines):  # the assembler's
-        found.append(".incbin")
-    return tuple(dict.fromkeys(file.strip() for file in found))
+        files.append(".incbin")
+    return tuple(dict.fromkeys(file.strip() for file in files))
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,10 +138,10 @@ def compile_image(
     arguments += [f"--include-path={folder}" for folder in folders]
     names = [name.encode() for name, _ in source.headers]
     texts = [text.encode() for _, text in source.headers]
-    made, program = nvrtc.nvrtcCreateProgram(
+    status, program = nvrtc.nvrtcCreateProgram(
         source.text.encode(), source.name.encode(), len(names), texts, names
     )
-    _check(nvrtc, made, source, arch, "")
+    _check(nvrtc, status, source, arch, "")
     try:
         encoded = [argument.encode() for argument in arguments]
         (built,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -175,10 +175,10 @@ def version() -> tuple[int, int]:
 @functools.cache
 def include_directory() -> str:
     """Returns the folder of cuda_bf16.h, from NVIDIA's wheels or a CUDA toolkit."""
-    found = _first_with(("cuda_bf16.h", "cuda_fp16.h"), (_wheel_headers(),), ("", "include"))
-    if found is None:
+    folder = _first_with(("cuda_bf16.h", "cuda_fp16.h"), (_wheel_headers(),), ("", "include"))
+    if folder is None:
         raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
-    return found
+    return folder
 
 
 @functools.cache

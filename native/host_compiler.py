@@ -60,8 +60,8 @@ def find() -> tuple[str, str]:
 def _find(named: str | None) -> tuple[str, str]:
     for command in [named] if named else ["c++", "g++", "clang++"]:
         path, *options = shlex.split(command) or [""]
-        if (found := shutil.which(path)) is not None:
-            words = [found, *options]
+        if (program := shutil.which(path)) is not None:
+            words = [program, *options]
             done = subprocess.run([*words, "--version"], capture_output=True, text=True)
             if done.returncode == 0:
                 return shlex.join(words), done.stdout.splitlines()[0]
@@ -82,8 +82,8 @@ def host() -> str:
         info = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
         return PORTABLE
-    found = re.search(r"^flags\s*:(.*)$", info, re.MULTILINE)
-    flags = set(found[1].split()) if found and platform.machine() == "x86_64" else set()
+    match = re.search(r"^flags\s*:(.*)$", info, re.MULTILINE)
+    flags = set(match[1].split()) if match and platform.machine() == "x86_64" else set()
     levels = list(_LEVELS)
     for i, level in enumerate(levels):  # each has all of those below it
         if set(" ".join(_LEVELS[one] for one in levels[i:]).split()) <= flags:

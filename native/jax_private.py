@@ -65,13 +65,13 @@ def checking_leaks(on: bool) -> Iterator[bool]:
 def derivative_of(eqn: Any) -> Any:
     """Returns the function that a `custom_jvp_call`'s user gave as its derivative; None if unknown:
     the call is then traced to see, which takes milliseconds."""
-    found = getattr(eqn.params.get("jvp_jaxpr_fun"), "f", None)
+    function = getattr(eqn.params.get("jvp_jaxpr_fun"), "f", None)
     for _ in range(2):  # within a memoized function, within the thunk that traces it
-        cells = [c.cell_contents for c in getattr(found, "__closure__", None) or ()]
+        cells = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
         wrapped = [c for c in cells if type(c).__name__ == "WrappedFun"]
         if wrapped:
             return getattr(wrapped[0], "f", None)
-        found = next((c for c in cells if getattr(c, "__closure__", None)), None)
+        function = next((c for c in cells if getattr(c, "__closure__", None)), None)
     return None
 
 

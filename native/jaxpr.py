@@ -40,9 +40,9 @@ def evaluate(
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for eqn in jaxpr.eqns:
-        given = [value_of(v, values) for v in eqn.invars]
+        read = [value_of(v, values) for v in eqn.invars]
         with eqn.ctx.manager:
-            values |= zip(eqn.outvars, rule(eqn, given), strict=True)
+            values |= zip(eqn.outvars, rule(eqn, read), strict=True)
     return [value_of(v, values) for v in jaxpr.outvars]
 
 
@@ -116,34 +116,36 @@ def _rules(jaxpr: Any) -> Iterator[Any]:
 
 
 def rebuilt(
-    eqn: Any, given: list[Any], runs: Mapping[tuple[str, int], Callable[[Sequence[Any]], list[Any]]]
+    eqn: Any,
+    operands: list[Any],
+    runs: Mapping[tuple[str, int], Callable[[Sequence[Any]], list[Any]]],
 ) -> list[Any]:
     """Returns the results of an equation, some of whose bodies other functions compute.
 
     `runs` has these by parameter and place, as `bodies` names them.
     """
     if not runs:
-        return results_of(eqn, given)
+        return results_of(eqn, operands)
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "shard_map":
         options = {key: params[key] for key in ("mesh", "check_vma")}
         options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
         options |= {"axis_names": set(params["newly_manual_axes"])}
         (run,) = runs.values()
-        return list(jax.shard_map(lambda *args: tuple(run(args)), **options)(*given))
+        return list(jax.shard_map(lambda *args: tuple(run(args)), **options)(*operands))
     if name in REMAT and not params["differentiated"]:
         options = {key: params[key] for key in ("prevent_cse", "policy")}
         (run,) = runs.values()
-        return jax.checkpoint(lambda *args: run(args), **options)(*given)
+        return jax.checkpoint(lambda *args: run(args), **options)(*operands)
     for key, i, body in bodies(eqn):
         if (key, i) not in runs:
             continue
-        operands = [v.aval for v in getattr(body, "jaxpr", body).invars]
-        again = jax.make_jaxpr(lambda *args, run=runs[key, i]: run(args))(*operands)
+        types = [v.aval for v in getattr(body, "jaxpr", body).invars]
+        again = jax.make_jaxpr(lambda *args, run=runs[key, i]: run(args))(*types)
         again = again if hasattr(body, "consts") else again.jaxpr
         one = params[key]
         params[key] = (*one[:i], again, *one[i + 1 :]) if isinstance(one, tuple) else again
-    return results_of(eqn.replace(params=params), given)
+    return results_of(eqn.replace(params=params), operands)
 
 
 def line_of(*eqns: Any) -> str:

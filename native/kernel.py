@@ -67,15 +67,15 @@ class Kernel:
         """Runs the kernel that `order` says."""
         if order is PLAIN:  # one that a user asks for is an equation, as all are
             return list(self.definition(spec, *operands))
-        given, tree = jax.tree.flatten(operands)
-        results = self.primitive.bind(*given, spec=spec, order=order, tree=tree)
+        flat, tree = jax.tree.flatten(operands)
+        results = self.primitive.bind(*flat, spec=spec, order=order, tree=tree)
         return jax.tree.structure(self._types_of(spec, operands)).unflatten(results)
 
     def _types_of(self, spec: Any, operands: Sequence[Any]) -> Sequence[Any]:
         if self._types:
             return self._types(spec, *operands)
-        of = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
-        return result_types(self.definition, spec, of)
+        shapes = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
+        return result_types(self.definition, spec, shapes)
 
     def _impl(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         return jax.jit(functools.partial(self.primitive.bind, **params))(*operands)
@@ -154,7 +154,7 @@ class Kernel:
 
 def bound(function: Body, *first: Any, tree: Any) -> Body:
     """Returns a function of `(*first, *operands)` as one of the operands and results there are."""
-    return lambda *given: jax.tree.leaves(function(*first, *tree.unflatten(given)))
+    return lambda *flat: jax.tree.leaves(function(*first, *tree.unflatten(flat)))
 
 
 def _has_static_shapes(ctx: Any) -> bool:
@@ -170,7 +170,7 @@ def _require_static_shapes(ctx: Any) -> None:
 def result_types(definition: Body, spec: Any, operands: tuple) -> list[jax.ShapeDtypeStruct]:
     """Returns the result types of `definition` on operands given as (shape, dtype) or None."""
     with use_abstract_mesh(_NO_MESH):
-        structs = [of and jax.ShapeDtypeStruct(*of) for of in operands]
+        structs = [like and jax.ShapeDtypeStruct(*like) for like in operands]
         return list(jax.eval_shape(functools.partial(definition, spec), *structs))
 
 

@@ -231,8 +231,8 @@ def named_target(name: str, said: str = "NORMFUSE_CUDA_ARCH") -> Target:
 
 def compute_capability(device: Any) -> int | None:
     """Returns the compute capability times ten of a JAX device; None if it is no NVIDIA GPU."""
-    found = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))
-    return int(found[1]) * 10 + int(found[2]) if found and device.platform == "gpu" else None
+    match = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))
+    return int(match[1]) * 10 + int(match[2]) if match and device.platform == "gpu" else None
 
 
 def attached_target(device: Any, capability: int) -> Target:
@@ -262,11 +262,11 @@ def _gpus(module: Any) -> list[Any]:
     """Returns the GPUs that `module`, JAX's ModuleContext, is lowered for, as far as it says."""
     axes = module.axis_context
     mesh: Any = getattr(axes, "mesh", None)
-    found = list(getattr(axes, "device_assignment", None) or ())
+    devices = list(getattr(axes, "device_assignment", None) or ())
     if isinstance(mesh, Mesh):  # an AbstractMesh, as of an Explicit mesh, has no devices
-        found += mesh.devices.flat
-    gpus = [device for device in found if device.platform == "gpu"]
+        devices += mesh.devices.flat
+    gpus = [device for device in devices if device.platform == "gpu"]
     if not gpus and module.backend is not None:  # a described topology has no local devices
-        found = [*module.backend.local_devices(), *module.backend.devices()]
-        gpus = [device for device in found if device.platform == "gpu"]
+        devices = [*module.backend.local_devices(), *module.backend.devices()]
+        gpus = [device for device in devices if device.platform == "gpu"]
     return gpus

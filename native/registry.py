@@ -46,5 +46,5 @@ def installed_version() -> tuple[int, int]:
         raise ImportError("normfuse needs jaxlib, and it is not installed: `pip install jax`.")
     header = os.path.join(spec.submodule_search_locations[0], "include/xla/ffi/api/c_api.h")
     with open(header) as file:
-        found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", file.read()))
-    return int(found["MAJOR"]), int(found["MINOR"])
+        numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", file.read()))
+    return int(numbers["MAJOR"]), int(numbers["MINOR"])

@@ -87,7 +87,8 @@ class Cases(list):
 def draw(i: int, *shape, scale=1.0):
     """Random numbers that bfloat16 holds exactly, so that every dtype has the same arguments."""
     x = np.random.default_rng(i).standard_normal(shape) * scale
-    return jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)
+    # JAX compiles a program for each shape that it casts, or whose dtype is not named.
+    return jnp.asarray(x.astype(jnp.bfloat16).astype(np.float32), jnp.float32)
 
 
 def draws(*shapes, scale=1.0):
@@ -112,6 +113,25 @@ def attend(
         return jnp.einsum(values, weights(change(jnp.einsum(scores, q, k) * scale)), v)
 
     return attention
+
+
+def picked(rows, words):
+    """Spellings of a loss of integer labels: functions of logits (len(rows), words) and labels."""
+    log_softmax, logsumexp = jax.nn.log_softmax, jax.nn.logsumexp
+    take = lambda a, y: jnp.take_along_axis(a, y[:, None], 1)[:, 0]
+    one_hot = lambda y: jax.nn.one_hot(y, words)
+    return {
+        "p[rows, y]": lambda z, y: -log_softmax(z)[rows, y],
+        "lse - z[rows, y]": lambda z, y: logsumexp(z, -1) - z[rows, y],
+        "take p": lambda z, y: -take(log_softmax(z), y),
+        "lse - take z": lambda z, y: logsumexp(z, -1) - take(z, y),
+        "clipped": lambda z, y: -log_softmax(z).at[rows, y].get(mode="clip"),
+        "one-hot p": lambda z, y: -jnp.sum(log_softmax(z) * one_hot(y), -1),
+        "lse - one-hot z": lambda z, y: logsumexp(z, -1) - jnp.sum(z * one_hot(y), -1),
+        "comparison": lambda z, y: (
+            -jnp.where(jnp.arange(words) == y[:, None], log_softmax(z), 0).sum(-1)
+        ),
+    }
 
 
 @contextlib.contextmanager
@@ -180,7 +200,9 @@ def is_float(x) -> bool:
 
 
 def cast(tree, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+    """The tree with floats in another dtype; NumPy casts them, as JAX would compile a program."""
+    as_dtype = lambda x: jnp.asarray(np.asarray(x).astype(dtype), dtype)
+    return jax.tree.map(lambda x: as_dtype(x) if is_float(x) else x, tree)
 
 
 def both_ways(function, args):
@@ -208,19 +230,20 @@ def both_ways(function, args):
 def run(*functions, args, low=False, jit=True):
     """Both ways through each function: {"float32": [...], "bfloat16": [...]}.
 
-    Without `jit`, NumPy evaluates what is not normfuse's: XLA would take long to compile it.
+    NumPy evaluates the first, with which the others are compared, because XLA would take long to
+    compile it. These are compiled whole, but without `jit` only the operations that are normfuse's.
     """
 
-    def everything(args):
-        found = {"float32": [both_ways(f, args) for f in functions]}
-        if low:
-            found["bfloat16"] = [both_ways(f, cast(args, jnp.bfloat16)) for f in functions]
-        return found
+    def ways(function, args):
+        if not jit or function is functions[0]:
+            return evaluated(both_ways)(function, args)
+        of_arrays, arrays = numpy_interpreter.of_arrays(both_ways, function, args)
+        return jax.jit(of_arrays)(arrays)
 
-    if not jit:
-        return evaluated(everything)(args)
-    of_arrays, arrays = numpy_interpreter.of_arrays(everything, args)
-    return jax.jit(of_arrays)(arrays)
+    found = {"float32": [ways(f, args) for f in functions]}
+    if low:
+        found["bfloat16"] = [ways(f, cast(args, jnp.bfloat16)) for f in functions]
+    return found
 
 
 def wide(function, args):

@@ -224,8 +224,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/norm/op.py",
-        "found[0] = along if found[0] is None else found[0] + along",
-        "found[0] = along if found[0] is None else found[0]",
+        "gradients[0] = along if gradients[0] is None else gradients[0] + along",
+        "gradients[0] = along if gradients[0] is None else gradients[0]",
         "tests/layers/test_contexts.py::test_statistics",
     ),
     Mutant(
@@ -855,8 +855,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/products.py",
-        "(self.columns, self.features) if self.transposed else",
-        "(self.columns, self.features) if not self.transposed else",
+        "if self.transposed and not self.apart:",
+        "if not self.transposed and not self.apart:",
         "tests/fuse/test_spellings.py::test_products[matmul]",
     ),
     Mutant(  # a gate and an up of one input's features in two orders
@@ -1095,6 +1095,12 @@ MUTANTS = [
         "",
         "tests/fuse/test_lookalikes.py::test_lookalike[norm: the root of a scaled statistic]",
     ),
+    Mutant(  # columns that devices share are joined
+        "layers/fuse/products.py",
+        "return bool(explicit) and len(self.columns) > 1",
+        "return False",
+        "tests/fuse/test_batched_kernels.py::test_kernels_of_heads_on_explicit_axes[cndh]",
+    ),
     Mutant(  # values of an attention are experts
         "layers/fuse/parameters.py",
         "if not own.differentiated and own.matrices < max(",
@@ -1129,8 +1135,8 @@ MUTANTS = [
     # ---------------------------------------------------------------- layers: modules
     Mutant(
         "layers/nnx.py",
-        "given = {key: rounded(p.reshape(shape), dtype) for key, p in given.items()}",
-        "given = {key: p.reshape(shape) for key, p in given.items()}",
+        "arrays = {key: rounded(p.reshape(shape), dtype) for key, p in arrays.items()}",
+        "arrays = {key: p.reshape(shape) for key, p in arrays.items()}",
         "tests/layers/test_modules.py::test_when_a_norm_casts[nnx]",
     ),
     Mutant(
@@ -1333,7 +1339,7 @@ MUTANTS = [
     ),
     Mutant(  # the headers are not read
         "native/registry.py",
-        'return int(found["MAJOR"]), int(found["MINOR"])',
+        'return int(numbers["MAJOR"]), int(numbers["MINOR"])',
         "return compiled_version()",
         "tests/native/test_cpu_registry.py::test_installed_version_is_read_from_the_headers",
     ),
@@ -1377,8 +1383,8 @@ MUTANTS = [
     ),
     Mutant(  # the result is rounded once more
         "layers/nnx.py",
-        "return self._norm(narrowed(x, dtype), **given, dtype=dtype, **options)",
-        'return self._norm(narrowed(x, dtype), **given, dtype="float16", **options).astype(dtype)',
+        "return self._norm(narrowed(x, dtype), **arrays, dtype=dtype, **options)",
+        'return self._norm(narrowed(x, dtype), **arrays, dtype="float16", **options).astype(dtype)',
         "tests/layers/test_modules.py::test_when_a_norm_casts[nnx]",
     ),
     Mutant(  # on one device as on many

@@ -143,10 +143,10 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | 
         | Annotated[Cache, subcommand("cache")]
     )
     about = "Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them."
-    found = tyro.cli(commands, args=argv, prog="normfuse", description=about)
+    command = tyro.cli(commands, args=argv, prog="normfuse", description=about)
     if config is not None and config.init_from is not None:
-        check_pretrained(found, config)
-    return found
+        check_pretrained(command, config)
+    return command
 
 
 def run(command: TrainConfig | Generate | Export | Report | Plan | Info | Cache) -> None:

@@ -195,8 +195,8 @@ class TrainConfig:
 def transformer(model: dict[str, Any], **run: Any) -> TransformerConfig:
     """Returns the model's configuration from its flags' values, and those of a run."""
     scaling = RopeScaling(**model.get("rope_scaling", {"factor": 1.0}))
-    given: dict[str, Any] = model | {"rope_scaling": None if scaling.factor == 1 else scaling}
-    return TransformerConfig(**given, **run)
+    fields: dict[str, Any] = model | {"rope_scaling": None if scaling.factor == 1 else scaling}
+    return TransformerConfig(**fields, **run)
 
 
 def model_flags(config: TransformerConfig) -> ModelConfig:
@@ -349,7 +349,7 @@ def _read(path: Path) -> dict[str, tuple[Any, int]]:
             raise ValueError("it must hold `name: value` lines at its top level")
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path} cannot be read: {one_line(error)}") from None
-    return {name: found for name, found in settings.items() if name not in groups}
+    return {name: setting for name, setting in settings.items() if name not in groups}
 
 
 def absolute(data: DataConfig) -> DataConfig:

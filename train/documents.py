@@ -41,22 +41,22 @@ def read(path: Path, field: str, alone: bool) -> Iterable[bytes]:
 def _rows(folder: Path) -> Iterable[Any]:
     try:
         datasets: Any = importlib.import_module("datasets")
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except ImportError:
         cure = "pip install datasets, or save it as JSON Lines"
         raise UsageError(f"--data.path {folder} is a dataset: {cure}.") from None
-    if isinstance(found, dict):
-        splits = ", ".join(found)
+    if isinstance(dataset, dict):
+        splits = ", ".join(dataset)
         raise UsageError(f"--data.path {folder} holds splits: give the folder of one, of {splits}.")
-    return found
+    return dataset
 
 
 def _texts(path: Path, lines: Iterable[Any], field: str) -> Iterator[bytes]:
     for number, line in enumerate(lines, 1):
         try:
             empty = isinstance(line, bytes) and not line.strip()
-            found: Any = json.loads(line) if isinstance(line, bytes) and not empty else line
-            text = "" if empty else found[field]
+            document: Any = json.loads(line) if isinstance(line, bytes) and not empty else line
+            text = "" if empty else document[field]
             ended = text if text.endswith("\n") or not text else text + "\n"
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
             cure = "Each must be a JSON object with the text in the field that --data.field names"

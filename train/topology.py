@@ -42,8 +42,8 @@ def devices(kind: str, hosts: int, each: int) -> list[jax.Device]:
     """
     text = Path(__file__).with_name("h200.txtpb").read_text().replace("H200", kind)
     for name, value in zip(("device_memory_size", "memory_bandwidth"), MEMORY[kind], strict=True):
-        text, found = re.subn(rf"{name}: \d+", f"{name}: {value}", text)
-        assert found == 1, name
+        text, count = re.subn(rf"{name}: \d+", f"{name}: {value}", text)
+        assert count == 1, name
     shape = f"1x{hosts}x{each}"
     name = kind.lower()
     return topologies.get_topology_desc(name, "cuda", target_config=text, topology=shape).devices

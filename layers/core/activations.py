@@ -43,8 +43,8 @@ class Scalar:
 def _text(name: str, body: str, takes: Iterable[str]) -> str:
     """Returns C++ of a function, given its body or the expression that it returns."""
     body = body if "return" in body else f"return {body};"
-    given = ", ".join(f"T {parameter}" for parameter in takes)
-    return f"template <typename T>\n__device__ inline T {name}({given}) {{\n  {body}\n}}"
+    parameters = ", ".join(f"T {parameter}" for parameter in takes)
+    return f"template <typename T>\n__device__ inline T {name}({parameters}) {{\n  {body}\n}}"
 
 
 def _scalar(name: str, function, value: str, derivative: str, **parameters: float) -> Scalar:

@@ -137,9 +137,9 @@ def checked_softcap(op: str, softcap: Any, most: float = LARGEST) -> float | Non
 
 def dimensions(op: str, x: jax.Array, axis: int | Sequence[int]) -> tuple[int, ...]:
     """Returns `axis` as increasing dimensions of x; TypeError or ValueError otherwise."""
-    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    asked = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     try:
-        axes = [operator.index(a) for a in given]
+        axes = [operator.index(a) for a in asked]
     except TypeError:
         raise TypeError(f"{op}: axis must be an int or several, got {axis!r}") from None
     if x.ndim == 0:
@@ -159,8 +159,8 @@ def dimensions(op: str, x: jax.Array, axis: int | Sequence[int]) -> tuple[int, .
 
 def dimensions_of(layer: str, x: jax.Array, axes: int | Iterable[int]) -> tuple[int, ...]:
     """Returns Flax's axes of x: increasing, each once; ValueError where x has no such axis."""
-    given = (axes,) if isinstance(axes, int) else axes
-    return tuple(sorted({dimensions(layer, x, axis)[0] for axis in given}))
+    each = (axes,) if isinstance(axes, int) else axes
+    return tuple(sorted({dimensions(layer, x, axis)[0] for axis in each}))
 
 
 def unserved(reasons: Mapping[str, bool], *dtypes: jax.typing.DTypeLike | None) -> str:

@@ -116,8 +116,10 @@ class _Operation(Function):
     def gradients(self, cts: Any, kept: Any, likes: Sequence[Any]) -> list[Any]:
         """Returns the backward's gradients, of the types of the operands."""
         wanted = [like is not None for like in likes]
-        found = self.backward(self.spec, cts, *kept, wanted, order=self.order)
-        return [None if t is None else g.astype(t.dtype) for g, t in zip(found, likes, strict=True)]
+        gradients = self.backward(self.spec, cts, *kept, wanted, order=self.order)
+        return [
+            None if t is None else g.astype(t.dtype) for g, t in zip(gradients, likes, strict=True)
+        ]
 
 
 def tangents_of(
@@ -203,13 +205,13 @@ def _batch_tangent(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Or
 def _gradients(spec: Tangent, cts: Any, kept: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """Returns the gradient of each tangent that there is."""
     if not spec.vmaps:
-        found = spec.function.gradients(cts, *spec.read([*kept, *likes]))
-        return [gradient for gradient, moved in zip(found, spec.moves) if moved]
+        gradients = spec.function.gradients(cts, *spec.read([*kept, *likes]))
+        return [gradient for gradient, moved in zip(gradients, spec.moves) if moved]
     of_kept, of_tangents = spec.vmaps[0][: len(kept)], spec.vmaps[0][len(kept) :]
     types = [t if t is None or not h else _unstacked(t) for t, h in zip(likes, of_tangents)]
     one = lambda spec, cts, *kept: _gradients(spec, cts, kept, types)
-    found = _vmapped(one, replace(spec, vmaps=(of_kept, *spec.vmaps[1:])), 0)(cts, *kept)
-    summed = [f if f is None or h else jnp.sum(f, 0) for f, h in zip(found, of_tangents)]
+    gradients = _vmapped(one, replace(spec, vmaps=(of_kept, *spec.vmaps[1:])), 0)(cts, *kept)
+    summed = [f if f is None or h else jnp.sum(f, 0) for f, h in zip(gradients, of_tangents)]
     return [f if f is None else f.astype(like.dtype) for f, like in zip(summed, likes)]
 
 

@@ -172,8 +172,8 @@ class Op:
             on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
     def __call__(self, spec: Any, *operands: Array | None, order: Order = BEST) -> list[Any]:
-        given, tree = jax.tree.flatten(operands)
-        results = self.primitive.bind(*given, spec=spec, order=order, tree=tree)
+        flat, tree = jax.tree.flatten(operands)
+        results = self.primitive.bind(*flat, spec=spec, order=order, tree=tree)
         return self._filled(spec, operands, results)
 
     def _filled(self, spec: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -192,14 +192,14 @@ class Op:
             return list(self.placement.body(spec, split, *operands, order=PLAIN))
         return list(self.definition(spec, *operands))
 
-    def _abstract_eval(self, *given: Any, spec: Any, order: Order, tree: Any) -> list[Any]:
+    def _abstract_eval(self, *flat: Any, spec: Any, order: Order, tree: Any) -> list[Any]:
         del order
-        operands, at = tree.unflatten(given), self.placement
+        operands, at = tree.unflatten(flat), self.placement
         types = self.types(spec, *operands) if self.types else None
         if types and at is None:
             return list(types)
         if at is None or at.share is not None and types is None:
-            return jax.make_jaxpr(bound(self.plain, spec, tree=tree))(*given).out_avals
+            return jax.make_jaxpr(bound(self.plain, spec, tree=tree))(*flat).out_avals
         if types is None:
             of = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
             types = result_types(self.plain, spec, of)
@@ -280,15 +280,15 @@ class Op:
         shared = shared_by(whole, share, deciding, dims, devices)
         results = mlir.lower_fun(shared, multiple_results=True)(ctx, *values)
         # Calls of one name share a callback: it has everything that this depends on.
-        of = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
+        machine = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
         shapes = [a and a.str_short() for a in avals]
-        name_callback(results, f"{self.name}{(spec, order, dims)}{shapes}{of}")
+        name_callback(results, f"{self.name}{(spec, order, dims)}{shapes}{machine}")
         return results
 
     def _batch(
-        self, given: Any, batched: Any, *, spec: Any, order: Order, tree: Any
+        self, flat: Any, batched: Any, *, spec: Any, order: Order, tree: Any
     ) -> tuple[Results, list[Any]]:
-        args, dims = tree.unflatten(given), tree.unflatten(batched)
+        args, dims = tree.unflatten(flat), tree.unflatten(batched)
         rule = functools.partial(self.batching.rule, self) if self.batching.rule else self._by_rows
         results, dims = rule(args, dims, spec=spec, order=order)
         pairs = [pair for pair in zip(results, dims) if pair[0] is not None]
@@ -353,8 +353,8 @@ class Op:
         _, dresults = jvp_along(functools.partial(self.plain, spec), primals, tangents)
         return self(spec, *primals, order=order), dresults
 
-    def _transpose(self, cts: Any, *given: Any, spec: Any, order: Order, tree: Any) -> list[Any]:
-        rule, operands = self.derivative.transpose or self._plain_transpose, tree.unflatten(given)
+    def _transpose(self, cts: Any, *flat: Any, spec: Any, order: Order, tree: Any) -> list[Any]:
+        rule, operands = self.derivative.transpose or self._plain_transpose, tree.unflatten(flat)
         avals = [a.aval if ad.is_undefined_primal(a) else a for a in operands]
         cts = self._filled(spec, avals, cts)
         gradients = rule(cts, *operands, spec=spec, order=order)
@@ -365,14 +365,14 @@ class Op:
         linear = {i: a.aval for i, a in enumerate(operands) if ad.is_undefined_primal(a)}
 
         def plain(*moving: Array) -> Results:
-            given: dict[int, Any] = dict(zip(linear, moving))
-            return self.plain(spec, *[given.get(i, a) for i, a in enumerate(operands)])
+            replaced: dict[int, Any] = dict(zip(linear, moving))
+            return self.plain(spec, *[replaced.get(i, a) for i, a in enumerate(operands)])
 
         zeros = [ad.instantiate_zeros(ad.Zero(a)) for a in linear.values()]
         pull = jax.vjp(plain, *zeros)[1]
         pulled = pull([None if ct is None else ad.instantiate_zeros(ct) for ct in cts])
-        found = dict(zip(linear, pulled))
-        return [found.get(i) for i in range(len(operands))]
+        gradients = dict(zip(linear, pulled))
+        return [gradients.get(i) for i in range(len(operands))]
 
 
 def moves(tangent: Any) -> bool:
@@ -387,8 +387,8 @@ def jvp_along(
     along = {i: t for i, t in enumerate(tangents) if moves(t)}
 
     def moved(*moving: Array) -> Results:
-        given = dict(zip(along, moving))
-        return function(*[given.get(i, a) for i, a in enumerate(primals)])
+        replaced = dict(zip(along, moving))
+        return function(*[replaced.get(i, a) for i, a in enumerate(primals)])
 
     return jax.jvp(moved, [primals[i] for i in along], [*along.values()])
 

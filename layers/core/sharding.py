@@ -64,13 +64,13 @@ def mesh_and_spec(sharding: Any, ndim: int, devices: Sequence[jax.Device]) -> tu
     return Mesh(np.array(devices), ("normfuse0",)), P()
 
 
-def on_one_mesh(found: Sequence[tuple[Mesh, P]]) -> tuple[Mesh, list[P]]:
+def on_one_mesh(placements: Sequence[tuple[Mesh, P]]) -> tuple[Mesh, list[P]]:
     """Returns a mesh on which all have specs, from `mesh_and_spec` of each.
 
     Axes are split where those of another mesh end; if that cannot be, all but the first sharded one
     are replicated.
     """
-    meshes = [mesh for mesh, _ in found]
+    meshes = [mesh for mesh, _ in placements]
     devices = meshes[0].devices.ravel()
     # How far apart, in order of position, the devices along each axis are.
     distances = {1, len(devices)}
@@ -78,8 +78,10 @@ def on_one_mesh(found: Sequence[tuple[Mesh, P]]) -> tuple[Mesh, list[P]]:
         distances |= {math.prod(mesh.axis_sizes[i:]) for i in range(len(mesh.axis_sizes))}
     ends = sorted(distances, reverse=True)
     if any(far % near for far, near in itertools.pairwise(ends)):
-        first = next((i for i, (_, spec) in enumerate(found) if any(spec)), 0)
-        return meshes[first], [spec if i == first else P() for i, (_, spec) in enumerate(found)]
+        first = next((i for i, (_, spec) in enumerate(placements) if any(spec)), 0)
+        return meshes[first], [
+            spec if i == first else P() for i, (_, spec) in enumerate(placements)
+        ]
     names = [f"normfuse{i}" for i in range(len(ends) - 1)]
     sizes = [far // near for far, near in itertools.pairwise(ends)]
 
@@ -91,7 +93,7 @@ def on_one_mesh(found: Sequence[tuple[Mesh, P]]) -> tuple[Mesh, list[P]]:
         }
         return P(*[tuple(n for a in axes_of(entry) for n in parts[a]) or None for entry in spec])
 
-    return Mesh(devices.reshape(sizes), names), [refined(*one) for one in found]
+    return Mesh(devices.reshape(sizes), names), [refined(*one) for one in placements]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +160,10 @@ def shared_by(
         return tuple(without_mesh(whole, x64)(*operands))
 
     def parts(arrays: Sequence[Any]) -> Any:
-        of = [arrays[i] for i in deciding]
-        mesh, specs = on_one_mesh([mesh_and_spec(a.sharding, len(a.shape), devices) for a in of])
+        deciders = [arrays[i] for i in deciding]
+        mesh, specs = on_one_mesh(
+            [mesh_and_spec(a.sharding, len(a.shape), devices) for a in deciders]
+        )
         specs, function = share(dict(mesh.shape), [a.shape for a in arrays], specs)
         return mesh, tuple(NamedSharding(mesh, spec) for spec in specs), function
 

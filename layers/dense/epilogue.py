@@ -83,8 +83,8 @@ def define_backward(
 ) -> list[Any]:
     """Returns dz, dup, dbias and value, which is y in dy's dtype."""
     dtype = compute_dtype(*(a.dtype for a in (dy, z, up, bias) if a is not None))
-    of = functools.partial(_value, spec)
-    y, pull = jax.vjp(of, *_inputs(spec, z, up, bias, dtype))
+    function = functools.partial(_value, spec)
+    y, pull = jax.vjp(function, *_inputs(spec, z, up, bias, dtype))
     dz, *dup = pull(dy.astype(dtype))
     dbias = jnp.sum(dz, _rows(spec, dy.ndim)) if spec.with_dbias else None
     value = y.astype(dy.dtype) if spec.with_value else None
@@ -150,8 +150,8 @@ _PLACES = {"Y": "Z", "DZ": "Z", "DUP": "UP", "VALUE": "DY"}  # operands as large
 def _on_cuda(kernel: str, target: Target, spec: Epilogue, *arrays: Any) -> list[Any]:
     """Launches the "forward" or the "backward", of the definition's operands and results."""
     is_backward = kernel == "backward"
-    given = zip(_OPERANDS[kernel], [*arrays, None, None])
-    operands = {name: a for name, a in given if a is not None}
+    pairs = zip(_OPERANDS[kernel], [*arrays, None, None])
+    operands = {name: a for name, a in pairs if a is not None}
     asked = {"DUP": "UP" in operands, "PARTIAL": spec.with_dbias, "VALUE": spec.with_value}
     results: dict[str, Any] = {k: None for k in _RESULTS[kernel] if asked.get(k, True)}
     for name in results.keys() & _PLACES.keys():

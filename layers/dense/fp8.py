@@ -75,11 +75,11 @@ class Contraction:
 
     def sizes(self, a: Any, b: Any) -> list[int]:
         """Returns the sizes of the product as one of matrices, for each example of a batch."""
-        of = dict(zip(self.a, a.shape)) | dict(zip(self.b, b.shape))
+        length = dict(zip(self.a, a.shape)) | dict(zip(self.b, b.shape))
         every = set(self.a) & set(self.b) & set(self.out)
         groups = set(self.a) - set(self.b), set(self.b) - set(self.a)
         summed = (set(self.a) & set(self.b)) - every
-        return [math.prod(of[d] for d in group) for group in (*groups, summed)]
+        return [math.prod(length[d] for d in group) for group in (*groups, summed)]
 
 
 def define_product(
@@ -257,8 +257,8 @@ def _product_types(spec: Contraction, a: Any, b: Any, *_: Any) -> Any:
     varying = any(one.manual_axis_type.varying for one in (a, b))
     if a.sharding.mesh.explicit_axes or varying:
         return None
-    of = dict(zip(spec.a, a.shape)) | dict(zip(spec.b, b.shape))
-    return [jax.ShapeDtypeStruct([of[letter] for letter in spec.out], spec.dtype)]
+    length = dict(zip(spec.a, a.shape)) | dict(zip(spec.b, b.shape))
+    return [jax.ShapeDtypeStruct([length[letter] for letter in spec.out], spec.dtype)]
 
 
 product = Op(
@@ -405,8 +405,8 @@ class Fp8(Function):
         (a, of_a), (b, of_b) = operands
         others = {(0 if contract else 1, rows + outs): g.q}
         labels = f"{of_a},{of_b}->{self.product.kernel}"
-        found = self._multiply(labels, a, b, dtype, explicit(like), others)
-        return found.astype(like.dtype)
+        gradient = self._multiply(labels, a, b, dtype, explicit(like), others)
+        return gradient.astype(like.dtype)
 
     # -------- products of what codes mean, in the compute dtype
 
@@ -451,8 +451,8 @@ class Fp8(Function):
         ((dy,), (w, x)), (dx, *dkernels) = (cts, kept), likes
         of_kernel = any(d is not None for d in dkernels)
         g = self.gradient_codes(dy, q=dx is not None, qt=of_kernel)
-        found = [None if dx is None else self.input_gradient(g, w, dx)]
-        return found + [d if d is None else self.kernel_gradient(x, g, d) for d in dkernels]
+        gradients = [None if dx is None else self.input_gradient(g, w, dx)]
+        return gradients + [d if d is None else self.kernel_gradient(x, g, d) for d in dkernels]
 
     def rows(self, kept: Any) -> Any:
         """The codes of xᵀ have them behind its columns."""

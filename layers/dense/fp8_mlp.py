@@ -121,7 +121,7 @@ class Mlp(Function):
         there = lambda types: any(t is not None for t in types)
         before_down = there([dx, *of_biases, *sum(of_firsts, [])])
         g = fp8.gradient_codes(dy, q=before_down, qt=there(of_down))
-        each = lambda x, g, of: [d if d is None else fp8.kernel_gradient(x, g, d) for d in of]
+        each = lambda x, g, types: [d if d is None else fp8.kernel_gradient(x, g, d) for d in types]
         if not before_down:
             h = gated.hidden_codes(self.gated, *kept.hidden)
             return [None] * (1 + 2 * len(of_firsts)) + each(h, g, of_down) + of_biases
@@ -129,13 +129,15 @@ class Mlp(Function):
         dh = placed(fp8.input_gradient(g, kept.down, like), self.hidden_sharding)
         *codes, ht, h_scale = gated.hidden_gradients(self.gated, dh, *kept.hidden, order=fp8.order)
         ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
-        found: list[Any] = [None]
+        gradients: list[Any] = [None]
         if dx is not None:
             terms = [fp8.input_gradient(way, w, dx) for way, w in zip(ways, kept.kernels)]
-            found = [chained(terms)]
-        found += [d for way, of in zip(ways, of_firsts) for d in each(kept.x, way, of)]
-        found += each((ht, h_scale), g, of_down)
-        return found + [d if d is None else _bias_gradient(w, d) for w, d in zip(ways, of_biases)]
+            gradients = [chained(terms)]
+        gradients += [d for way, types in zip(ways, of_firsts) for d in each(kept.x, way, types)]
+        gradients += each((ht, h_scale), g, of_down)
+        return gradients + [
+            d if d is None else _bias_gradient(w, d) for w, d in zip(ways, of_biases)
+        ]
 
     def rows(self, kept: Kept) -> Any:
         """The codes of xᵀ have them behind its columns; scales and limits are all rows'."""

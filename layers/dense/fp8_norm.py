@@ -40,13 +40,13 @@ def encode(norm: Norm, args: Sequence[Any], order: Order) -> tuple[list[Array], 
     """Normalises `args`, which are x, residual, scale and bias, for products elsewhere.
 
     Returns:
-      `([y][, h], made)`: y and h = x + residual as the norm itself returns them, and codes of y
+      `([y][, h], codes)`: y and h = x + residual as the norm itself returns them, and codes of y
       from the pass that writes h. A program that uses y for its derivative alone does not compute
       it, and one without the gradient of a kernel does not write qt.
     """
     spec = NormCodes(norm, Codes(FORMAT, True, True, norm.op))
-    made = quantized_norm.quantize(spec, *jax.lax.stop_gradient(tuple(args)), order=order)
-    return list(_normalised(norm, order, tuple(args), made.h, (made.mean, made.rstd))), made
+    codes = quantized_norm.quantize(spec, *jax.lax.stop_gradient(tuple(args)), order=order)
+    return list(_normalised(norm, order, tuple(args), codes.h, (codes.mean, codes.rstd))), codes
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -64,8 +64,8 @@ def _normalised(
 def _(norm, order, primals, tangents):
     (args, h, statistics), (dargs, *_) = primals, tangents
     results = _normalised(norm, order, args, h, statistics)
-    given, codes = [a for a in args if a is not None], Codes(op=norm.op)
-    kept = [v if v is None else derived(codes, v, *given)[0] for v in (h, *statistics)]
+    there, codes = [a for a in args if a is not None], Codes(op=norm.op)
+    kept = [v if v is None else derived(codes, v, *there)[0] for v in (h, *statistics)]
     alone = replace(norm, with_mean=False, with_rstd=False)
     return results, tuple(rms_norm.tangents_of(alone, args, dargs, results, kept, order))
 
@@ -79,9 +79,9 @@ class Encoded(Function):
     vmaps: tuple[tuple[int | None, ...], ...] = ()  # each with the operands' dims, outermost first
 
 
-def multiply_encoded(marked: Marked, x: Array, made: Any, operands: Sequence[Array]) -> list[Array]:
-    """Returns the results of a marked function for x, of which there are codes, and operands."""
-    x, *codes = equally_varying(x, made.q, made.scale, made.qt)
+def multiply_encoded(marked: Marked, x: Array, y: Any, operands: Sequence[Array]) -> list[Array]:
+    """Returns the results of a marked function for x, whose codes are those of y, and operands."""
+    x, *codes = equally_varying(x, y.q, y.scale, y.qt)
     return encoded(Encoded(marked), x, *codes, *operands)
 
 

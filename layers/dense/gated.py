@@ -189,12 +189,12 @@ def mlp(x: Array, kernels: dict[str, Array], biases: dict[str, Array], **options
     def in_fp8(order: Order) -> Array:
         assert function is not None
         shared: Any = {"contract": chosen.contract, "hidden_sharding": chosen.hidden_sharding}
-        shared |= {"dtype": dtype, "biases": [biases[name] for name in given]}
+        shared |= {"dtype": dtype, "biases": [biases[name] for name in biased]}
         y = multiply_mlp(op, x, first, down, function, order=order, **shared)
         return finish(y, biases.get("down"), None, dtype)
 
-    given = [name for name in _names(kernels)[:-1] if name in biases]  # all of them or none
-    alike = len(given) in (0, len(first))
+    biased = [name for name in _names(kernels)[:-1] if name in biases]  # all of them or none
+    alike = len(biased) in (0, len(first))
     serves_fp8 = alike and serves([*first, down], chosen.contract, function)
     if chosen.quantization is None or not serves_fp8:
         return in_parts(chosen.implementation)

@@ -195,8 +195,8 @@ class _MatMul(Function):
         x = x if moved else product_p.bind(x)
         operand = operand_of(self.product, x, kernel)  # once: FSDP gathers it once for both ways
         *of_args, of_kernel, of_main = moved or (False,) * (len(args) + 2)
-        made = self.value is not None and any(of_args)
-        kept = list(args) if made or of_kernel or of_main else None
+        recomputed = self.value is not None and any(of_args)
+        kept = list(args) if recomputed or of_kernel or of_main else None
         one = self.product
         dims = ((len(one.x) - 1,), (one.kernel.index(one.x[-1]),)), ((), ())
         options = {"precision": one.precision, "out_sharding": one.out_sharding}
@@ -247,10 +247,10 @@ class _MatMul(Function):
             x = self.left(args)
         dargs += [None] * (len(of_args) - len(dargs))
         pairs: Any = zip(dargs, of_args)
-        found = [None if d is None else g.astype(d.dtype) for g, d in pairs]
+        gradients = [None if d is None else g.astype(d.dtype) for g, d in pairs]
         each = [dkernel, dmain]
         left: Any = x  # None only where neither is asked for
-        return found + [None if d is None else self._kernel_gradient(left, dy, d) for d in each]
+        return gradients + [None if d is None else self._kernel_gradient(left, dy, d) for d in each]
 
     def _kernel_gradient(self, x: Array, dy: Array, kernel: Any) -> Array:
         """The gradient of the kernel, given by its type: the GEMM's output, if in float32."""

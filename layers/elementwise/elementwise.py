@@ -277,7 +277,7 @@ def build(
             f"{name}: derivative must be a mapping from parameters to derivatives, or a function "
             f"in plain JAX; got {derivative!r}"
         )
-    given = [definition, derivative if callable(derivative) else None]
+    functions = [definition, derivative if callable(derivative) else None]
     takes = tuple(
         (type_, f"normfuse_a{i}") for i, type_ in enumerate(signature.parameters.values())
     )
@@ -289,7 +289,7 @@ def build(
         template=signature.template,
         body=f"normfuse_y0 = {called(name, signature.template, [a for _, a in takes])};",
         definition=plain,
-        key=key_of([source, name, tuple(scalars), partials], *given),
+        key=key_of([source, name, tuple(scalars), partials], *functions),
         names=tuple(signature.parameters),
         partials=partials,
         differentiable=differentiable,
@@ -312,32 +312,32 @@ def _check_parameters(signature: Signature, scalars: Collection[str]) -> None:
 def _partials(signature: Signature, derivative: Mapping[str, Any]) -> Iterator[tuple[int, Slope]]:
     """Yields (operand, its derivative) as `Primal.partials` has them."""
     names = list(signature.parameters)
-    for name, given in derivative.items():
+    for name, text in derivative.items():
         if name not in names:
             raise ValueError(
                 f"{signature.name}: derivative has {name!r}, which is no parameter of {signature}"
             )
-        yield names.index(name), _slope(signature, name, given)
+        yield names.index(name), _slope(signature, name, text)
 
 
-def _slope(signature: Signature, name: str, given: Any) -> Slope:
+def _slope(signature: Signature, name: str, text: Any) -> Slope:
     where = f"{signature.name}: derivative[{name!r}]"
-    if not isinstance(given, str):
+    if not isinstance(text, str):
         raise TypeError(
-            f"{where} must be C++ text, got {given!r}; for derivatives in plain JAX pass "
+            f"{where} must be C++ text, got {text!r}; for derivatives in plain JAX pass "
             "derivative=, the whole function in plain JAX"
         )
-    check_self_contained(where, given)
-    last_heads(where, given := normal(given))
+    check_self_contained(where, text)
+    last_heads(where, text := normal(text))
     slope = f"{signature.name}_d_{name}"
     takes = ", ".join(f"{type_} {one}" for one, type_ in signature.parameters.items())
     types = ", ".join(f"class {t}" for t in signature.template)
     head = f"template <{types}> " * bool(types) + f"{signature.result} {slope}({takes}) {{"
-    before, after = ([], "}") if returns(given) else ([("<normfuse>", "return")], ";}")
+    before, after = ([], "}") if returns(text) else ([("<normfuse>", "return")], ";}")
     pieces = (
         ("<normfuse>", head),
         *before,
-        (f"<derivative of {signature.name} with respect to {name}>", given),
+        (f"<derivative of {signature.name} with respect to {name}>", text),
         ("<normfuse>", after),
     )
     return Slope(slope, pieces)
@@ -348,8 +348,8 @@ def _positional(function: Plain, signature: Signature, scalars: Collection[str])
 
     @functools.wraps(function)
     def plain(*arrays: Array) -> list[Array]:
-        found = dict(zip(signature.parameters, arrays, strict=True))
-        inputs = [found[name] for name in found if name not in scalars]
-        return [function(*inputs, **{name: found[name] for name in scalars})]
+        named = dict(zip(signature.parameters, arrays, strict=True))
+        inputs = [named[name] for name in named if name not in scalars]
+        return [function(*inputs, **{name: named[name] for name in scalars})]
 
     return plain

@@ -44,15 +44,15 @@ class Primal(Function):
 
     def partial(self, k: int) -> Slope:
         """Returns the derivative with respect to operand k; TypeError if the user gave none."""
-        found = dict(self.partials)
-        if k not in found:
+        slopes = dict(self.partials)
+        if k not in slopes:
             name = self.names[k]
             raise TypeError(
                 f"{self.name} has no derivative with respect to {name}. Pass elementwise "
                 f"derivative={{{name!r}: ...}} (C++ text), or derivative=, the whole function in "
                 "plain JAX"
             )
-        return found[k]
+        return slopes[k]
 
     @functools.cache  # noqa: B019 (a function lives as long as the process)
     def derived(self, kind: str, moving: Numbers) -> Function:
@@ -60,7 +60,7 @@ class Primal(Function):
         `(*operands, cotangent) -> cotangents of moving`."""
         base, is_gradient = len(self.operands), kind == "gradient"
         of_moving, of_result = [self.operands[k][0] for k in moving], [self.results[0][0]]
-        taken, given = (of_result, of_moving) if is_gradient else (of_moving, of_result)
+        taken, returned = (of_result, of_moving) if is_gradient else (of_moving, of_result)
         pieces, values = [*self.pieces], [variable for _, variable in self.operands]
         for k in moving:
             pieces += [("<normfuse>", f"namespace d{k} {{"), *self.partial(k).pieces]
@@ -73,7 +73,7 @@ class Primal(Function):
             name=f"{self.name}_{kind}",
             pieces=tuple(pieces),
             operands=(*self.operands, *((t, f"normfuse_a{base + i}") for i, t in enumerate(taken))),
-            results=tuple((t, f"normfuse_y{i}") for i, t in enumerate(given)),
+            results=tuple((t, f"normfuse_y{i}") for i, t in enumerate(returned)),
             template=self.template,
             body=" ".join(f"normfuse_y{i} = {sum_};" for i, sum_ in enumerate(sums)),
             definition=plain,
@@ -99,8 +99,8 @@ def _by_jax(plain: Plain, kind: str, base: int, moving: Numbers, *operands: Arra
 
 
 def called(name: str, template: Sequence[str], arguments: Sequence[str]) -> str:
-    given = f"<{', '.join(template)}>" if template else ""
-    return f"{name}{given}({', '.join(arguments)})"
+    types = f"<{', '.join(template)}>" if template else ""
+    return f"{name}{types}({', '.join(arguments)})"
 
 
 _definitions: dict[str, list[Any]] = {}

@@ -51,8 +51,8 @@ def _masked(text: str) -> str:
             return match[0].replace("'", "")
         return (" " if match["comment"] else '""') + "\f" * match[0].count("\n")
 
-    found = _LITERALS.sub(plain, _CONTINUED.sub(joined, text.replace("\f", " ")))
-    return re.sub("<%|%>|%:", lambda match: _DIGRAPHS[match[0]], found)
+    code = _LITERALS.sub(plain, _CONTINUED.sub(joined, text.replace("\f", " ")))
+    return re.sub("<%|%>|%:", lambda match: _DIGRAPHS[match[0]], code)
 
 
 def plain(text: str) -> str:
@@ -155,8 +155,8 @@ def _expanded(code: str, macros: Any) -> str:
         if body is None or parameters and use[2] is None:
             return use[0]
         names = [name.strip() for name in (parameters or "()")[1:-1].split(",")]
-        given = dict(zip(names, (use[3] or "").split(",")))
-        body = re.sub(r"\s*##\s*", "", _NAME.sub(lambda m: given.get(m[0], m[0]).strip(), body))
+        arguments = dict(zip(names, (use[3] or "").split(",")))
+        body = re.sub(r"\s*##\s*", "", _NAME.sub(lambda m: arguments.get(m[0], m[0]).strip(), body))
         return body + ("\n" * use[0].count("\n") if parameters else use[2] or "")
 
     use = re.compile(rf"\b({'|'.join(macros)})\b{_ARGUMENTS}")

@@ -293,11 +293,11 @@ def _gradients(
     ]
     gradient = function.derived("gradient", tuple(moving))
     results = call(loop.of(gradient, (*loop.placed, every), types), [*operands, ct], order)
-    found: list[Any] = [None] * len(wanted)
+    gradients: list[Any] = [None] * len(wanted)
     for k, result in zip(moving, results, strict=True):
         absent = [d for d in every if d not in loop.placed[k]]
-        found[k] = jnp.sum(result, absent) if absent else result
-    return found
+        gradients[k] = jnp.sum(result, absent) if absent else result
+    return gradients
 
 
 def _jvp(primals: Any, tangents: Any, *, spec: Loop, order: Order) -> Any:
@@ -317,8 +317,8 @@ def _jvp(primals: Any, tangents: Any, *, spec: Loop, order: Order) -> Any:
     for k, tangent in enumerate(tangents):
         if moves(tangent):
             function.partial(k)  # raises an error where there is none
-    found = tangents_of(elementwise, _gradients, spec, primals, tangents, results, order=order)
-    return results, found
+    dresults = tangents_of(elementwise, _gradients, spec, primals, tangents, results, order=order)
+    return results, dresults
 
 
 elementwise = Op(

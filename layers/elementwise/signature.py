@@ -56,28 +56,28 @@ def find(source: str, name: str | None = None) -> Signature:
     if not isinstance(source, str):
         raise TypeError(f"elementwise: source must be C++ text, got {type(source).__name__}")
     check_self_contained("elementwise: source", source)
-    found: dict[str, tuple[list[str], re.Match[str] | None]] = {}
+    heads: dict[str, tuple[list[str], re.Match[str] | None]] = {}
 
     def is_wanted(head: str) -> bool:
         template, rest = _template(head)
         outside = re.sub(_PARENTHESES, "()", rest)
         if re.match(r"template\s*<\s*>", head) or _OTHER.search(outside):
             return False
-        found[head] = template, (match := _HEAD.fullmatch(rest))
+        heads[head] = template, (match := _HEAD.fullmatch(rest))
         return name is None or match is not None and match["name"] == name
 
     last = last_heads("elementwise: source", normal(source), is_wanted) - {""}
-    names = list(dict.fromkeys(match["name"] for _, match in found.values() if match))
+    names = list(dict.fromkeys(match["name"] for _, match in heads.values() if match))
     if not last:
         hint = f"; write `{SHAPE}`, got {source.strip()[:80]!r}"
         hint = f" {name!r}; it defines {', '.join(names)}" if name and names else hint
         raise ValueError(f"elementwise: source defines no function{hint}")
-    if unread := [head for head in last if found[head][1] is None]:
+    if unread := [head for head in last if heads[head][1] is None]:
         raise ValueError(
             f"elementwise: cannot read the last function, `{unread[0]}`; write it without macros, "
             "or pass name="
         )
-    every = {str(one): one for one in (_signature(*found[head]) for head in sorted(last))}
+    every = {str(one): one for one in (_signature(*heads[head]) for head in sorted(last))}
     one, *others = every.values()
     if any(dataclasses.astuple(one) != dataclasses.astuple(other) for other in others):
         raise ValueError(

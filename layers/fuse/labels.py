@@ -6,12 +6,15 @@ dimensions puts their labels in a row. What a broadcast makes is free: values ar
 and it becomes whatever it meets.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from .sites import Left
 
 
 class Label:
@@ -179,6 +182,18 @@ def peel(
     return v, expanded(dims)
 
 
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """Says what cannot be laid out anew on Explicit axes: no user has called that reshape."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":  # JAX has no public name for it
+            raise
+        raise Left("it would join dimensions that Explicit axes split") from error
+
+
+@_said()
 def arrange(x: Any, dims: Dims, groups: Sequence[Iterable[Label]], full: bool = True) -> Any:
     """Returns x with one dimension for each group of labels.
 

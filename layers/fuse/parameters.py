@@ -46,10 +46,13 @@ def kernel_side(g: Program, made: Equation) -> int:
         which = max(may_be, key=lambda i: (*evidence(i), *looks(i)))
         are_matrices = max(g.avals[v].ndim for v in made.ins) < 3
         if origins[0] == origins[1] and (_batch(made) or are_matrices):
-            raise Left("a product of two parameters")
+            raise Left(_OF_ITSELF if origins[0].alone else "a product of two parameters")
     if _batch(made):
         _check_batched(origins[which], made_of[1 - which])
     return which
+
+
+_OF_ITSELF = "a product of an array with what is made of it"
 
 
 def _batch(made: Equation) -> tuple[Any, ...]:
@@ -76,17 +79,19 @@ def _check_other(
     """Raises Left where an operand is no parameter, given what the other one is made of."""
     own, strength = origins[which], lambda o: (not o.alone, o.matrices)
     if not others:
-        raise Left("a product of a parameter with constants")
+        raise Left("a product with constants")
     if others == {own}:
-        raise Left("a product of a parameter with what is made of parameters alone")
+        of_model = "a product of a parameter with what is made of parameters alone"
+        raise Left(_OF_ITSELF if own.alone else of_model)
     if own.is_doubtful and all(o.closed_over and o.is_data for o in others):
         raise Left((origins[1 - which] or min(others, key=lambda o: str(o.name))).as_data)
     looks_less = _looks(g, made, which) < _looks(g, made, 1 - which)
     strongest = max(map(strength, [o for o in others if not o.is_data]), default=(False, 0))
     if own not in others and looks_less and strength(own) <= strongest:
         raise Left("its kernel is made of parameters")
-    if own in others and own.matrices == 1 and (looks_less or strongest[1] > 1):
-        raise Left("a product of an array with what is made of it")
+    is_model = own.differentiated and not own.alone
+    if own in others and own.matrices == 1 and not is_model and (looks_less or strongest[1] > 1):
+        raise Left(_OF_ITSELF)
 
 
 def _check_batched(own: Origin, others: frozenset[Origin]) -> None:

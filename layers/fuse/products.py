@@ -104,10 +104,23 @@ class Matrix:
     def options(self, quantization: Any) -> dict[str, Any]:
         """Returns what all operations with this product are told."""
         options = {"dtype": self.dtype, "implementation": None, "quantization": quantization}
-        return options | {"contract": int(self.transposed)}
+        return options | {"contract": int(self.transposed and not self.apart)}
+
+    @property
+    def apart(self) -> bool:
+        """Tells if columns stay several dimensions: JAX joins none that Explicit axes split."""
+        explicit = self.made.eqn.outvars[0].aval.sharding.mesh.explicit_axes
+        return bool(explicit) and len(self.columns) > 1
+
+    @property
+    def outs(self) -> list[tuple[Label, ...]]:
+        """Returns the columns, as one dimension but where they are apart."""
+        return [(l,) for l in self.columns] if self.apart else [self.columns]
 
     def weight(self, read: Callable[[int], Any]) -> Any:
-        order = (self.columns, self.features) if self.transposed else (self.features, self.columns)
+        order = [self.features, *self.outs]
+        if self.transposed and not self.apart:
+            order.reverse()
         return arrange(read(self.kernel[0]), self.kernel[1], [*self.leading, *order])
 
     def called(self, function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
@@ -118,7 +131,7 @@ class Matrix:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """The function's own sharding of the product on Explicit axes, `(*rows, columns)`; or None.
+        """The function's own sharding of the product on Explicit axes, `(*rows, *outs)`; or None.
 
         It has to where the features of both operands are split.
         """
@@ -127,10 +140,11 @@ class Matrix:
         placed = self.made.eqn.outvars[0].aval.sharding
         entries = zip(map(expand, self.dims), whole(placed.spec, len(self.dims)))
         of = {labels[0]: entry for labels, entry in entries if labels}
-        return NamedSharding(placed.mesh, P(*map(of.get, (*self.rows, self.columns[0]))))
+        firsts = (*self.rows, *[labels[0] for labels in self.outs])
+        return NamedSharding(placed.mesh, P(*map(of.get, firsts)))
 
     def result(self, y: Any) -> Any:
-        labels = (*self.leading, *[(l,) for l in self.rows], tuple(self.columns))
+        labels = (*self.leading, *[(l,) for l in self.rows], *self.outs)
         return arrange(y, labels, self.dims).astype(self.dtype)
 
 
@@ -361,6 +375,8 @@ def _whole(products: Products, half: Site, m: Matrix, hidden: Any, options: Any)
     if firsts is None or len(shardings) > most:
         return None
     inner, biases, dims = firsts
+    if any(each.apart for each in (*inner, m)):
+        return None
     first = inner[0]
     if not all(_is_like(first, each) and each.transposed == m.transposed for each in inner):
         return None

@@ -100,7 +100,6 @@ class Program:
         self._calls: list[Any] = []  # of jitted functions, around what is read now
         self._shadow = 0  # the call that is read now, from 1; 0 for none
         self._consts: dict[int, Any] = {}
-        self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
         self.facts: dict[tuple[Any, Any], Any] = {}  # by domain and value
         self._same: dict[Any, Any] = {}
         self.inputs = [self._new(v.aval) for v in jaxpr.invars]
@@ -162,16 +161,10 @@ class Program:
         return [self._literal(a.val) if hasattr(a, "val") else env[a] for a in jaxpr.outvars]
 
     def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
+        """Adds an equation; returns its results, which may be operands or an equal equation's."""
+        if (same := self._same_as(eqn, ins)) is not None:
+            return same
         name, params = eqn.primitive.name, eqn.params
-        if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
-            which = self.number(ins[0])
-            case = ins[1 + bool(which)]
-            if which in (0, 1) and plain_type(self.avals[case]) == plain_type(eqn.outvars[0].aval):
-                return [case]
-        if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
-            return [same]
-        if self._shadow and name in _OF_OUR_PRODUCTS:
-            return ins
         if name == "convert_element_type" and any(map(_is_narrow, (*eqn.invars, *eqn.outvars))):
             name = "reduce_precision"
         operands, ins = ins, self._broadcast(eqn, name, ins, scope)
@@ -195,22 +188,35 @@ class Program:
         arguments = frozenset().union(*[self.made_of.get(v, ()) for v in ins])
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
-        numbers = [self.uniform(v) for v in ins]
-        if ins and len(equation.outs) == 1 and None not in numbers:
-            out, size = self.avals[equation.outs[0]], self.avals[ins[0]].size
-            number = uniform(name, params, out, numbers, size) if out.size else None
-            self._uniform[equation.outs[0]] = number
         if name in RULES and self._consts.keys() >= {*ins}:
             self._consts[equation.outs[0]] = equation
         if kind == "product":
             self._add_within(inside, equation)
             self.equations[-1].outs[:] = equation.outs
-        if name not in _WITH_BODIES or self._shadow:
-            return equation.outs
-        for key, place, closed, kept in inner_programs(name, params, ins):
-            constant = [k and v in self._consts for v, k in kept]
+        if name in _WITH_BODIES and not self._shadow:
+            self._add_bodies(equation, arguments)
+        return equation.outs
+
+    def _same_as(self, eqn: Any, ins: list[int]) -> list[int] | None:
+        """Returns the operands that are an equation's results; None where it computes some."""
+        name, out = eqn.primitive.name, plain_type(eqn.outvars[0].aval) if eqn.outvars else None
+        passed: list[int] = []
+        if name == "select_n" and len(ins) == 3:  # by a constant, as in jnp.var
+            which = self.number(ins[0])
+            passed = [ins[1 + bool(which)]] if which in (0, 1) else []
+        elif name == "mul":  # by 1
+            passed = [v for v, other in (ins, ins[::-1]) if self.number(other) == 1]
+        elif self._shadow and name in _OF_OUR_PRODUCTS:
+            return ins
+        return next(([v] for v in passed if plain_type(self.avals[v]) == out), None)
+
+    def _add_bodies(self, equation: Equation, arguments: frozenset[Any]) -> None:
+        """Reads the bodies of a loop, a branch, remat or shard_map, with what is known around."""
+        name = equation.name
+        for key, place, closed, kept in inner_programs(name, equation.params, equation.ins):
             known = [
-                functools.partial(self.known, v) if c else None for c, (v, _) in zip(constant, kept)
+                functools.partial(self.known, v) if always and v in self._consts else None
+                for v, always in kept
             ]
             origins = [self.origin(v) for v, _ in kept]
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
@@ -218,7 +224,6 @@ class Program:
             body = type(self)(closed, known, origins, depends, within, self.names)
             body.outer = self
             self.bodies.setdefault(equation, {})[key, place] = body
-        return equation.outs
 
     def _add_within(self, closed: Any, call: Equation) -> list[int]:
         """Adds the equations within a call, which are read and not evaluated."""
@@ -231,14 +236,6 @@ class Program:
     def is_within(self, v: int) -> bool:
         """Tells if a value is made within a call, which nothing outside can read."""
         return self.maker.get(v) in self.shadowing
-
-    def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
-        """Returns x for x · 1 when the type is unchanged."""
-        out = plain_type(eqn.outvars[0].aval)
-        for v, other in (ins, ins[::-1]):
-            if self.number(other) == 1 and plain_type(self.avals[v]) == out:
-                return v
-        return None
 
     def _broadcast(self, eqn: Any, name: str, ins: list[int], scope: Any) -> list[int]:
         """Returns an element-wise equation's operands, each of its result's shape.
@@ -315,10 +312,7 @@ class Program:
 
     def uniform(self, v: int) -> Known | None:
         """The number that all elements of a constant are, in its dtype; None for others."""
-        if v not in self._uniform and v in self.given and v in self._consts:
-            x = self.known(v)  # an array from outside
-            self._uniform[v] = None if x is None else x.uniform
-        return self._uniform.get(v)
+        return self.fact(_uniform, v)
 
     def number(self, v: int) -> float | None:
         """The number that all elements of a constant are; None for others, and where no float is
@@ -508,6 +502,21 @@ def _constant(g: Program, v: int) -> Facts:
         if operands[-1] is None:
             return None
     return evaluated(x.name, x.params, g.avals[v], operands)
+
+
+def _uniform(g: Program, v: int) -> Facts:
+    made = g.maker.get(v)
+    if made is None:
+        x = (yield _constant, v) if v in g.given and v in g._consts else None  # from outside
+        return None if x is None else x.uniform
+    numbers, out = [], g.avals[v]
+    for u in made.ins if len(made.outs) == 1 else ():
+        numbers.append((yield _uniform, u))
+        if numbers[-1] is None:
+            return None
+    if not numbers or not out.size:
+        return None
+    return uniform(made.name, made.params, out, numbers, g.avals[made.ins[0]].size)
 
 
 def _origin(g: Program, v: int) -> Facts:

@@ -106,8 +106,8 @@ def backward(
 
 def row_dots(target: Target, norm: Norm, *operands: Any) -> list[Any]:
     call = Call(target, norm, "row_dots", operands)
-    found = _found(_backward(call, call.features))
-    return [None if sums is None else call.over_slices(sums) for sums in found]
+    parts = _found(_backward(call, call.features))
+    return [None if sums is None else call.over_slices(sums) for sums in parts]
 
 
 def backward_apply(target: Target, norm: Norm, *operands: Any) -> list[jax.Array]:
@@ -207,7 +207,7 @@ class Call:
         }
         types = {"KERNEL": self.name, "COMPUTE_TYPE": CUDA_TYPES[self.compute.name]}
         types |= type_macros(arrays) | type_macros(results)
-        found = launch(
+        done = launch(
             source,
             self.name,
             list(arrays.values()),
@@ -219,7 +219,7 @@ class Call:
             ints=(self.rows, *([self.rows // self.examples] if self.examples else [])),
             **sizes,
         )
-        return dict(zip(results, found, strict=True))
+        return dict(zip(results, done, strict=True))
 
     def scalars(self, *values: float) -> dict[str, tuple[float, ...]]:
         return {"doubles" if self.compute == jnp.float64 else "floats": values}

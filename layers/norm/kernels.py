@@ -35,8 +35,8 @@ def _kernel(name: str, **options: Any) -> Kernel:
 
     def host(norm: Norm, *operands: Array | None) -> list[Any]:
         arrays = operands_of(name, operands)
-        of = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
-        types = dict(zip(RESULTS[name], result_types(definition, norm, of), strict=True))
+        shapes = tuple([None if a is None else (a.shape, a.dtype) for a in operands])
+        types = dict(zip(RESULTS[name], result_types(definition, norm, shapes), strict=True))
         flags = {f"has_{word}": word.upper() in arrays for word in ("scale", "bias")}
         flags["has_residual"] = not {"RESIDUAL", "DH"}.isdisjoint(arrays)
         values: Any = {k: flags[k] if k in flags else getattr(norm, k) for k in _ATTRIBUTES[name]}
@@ -44,8 +44,8 @@ def _kernel(name: str, **options: Any) -> Kernel:
         types = {k: t for k, t in types.items() if t is not None}
         structs = [jax.ShapeDtypeStruct(_host_shape(norm, k, t), t.dtype) for k, t in types.items()]
         flat = [_to_host(norm, *pair) for pair in arrays.items()]
-        found = call_host(f"normfuse_norm_{name}", flat, structs, **values)
-        restored = {k: _from_host(norm, k, a, t) for (k, t), a in zip(types.items(), found)}
+        results = call_host(f"normfuse_norm_{name}", flat, structs, **values)
+        restored = {k: _from_host(norm, k, a, t) for (k, t), a in zip(types.items(), results)}
         return [restored.get(k) for k in RESULTS[name]]
 
     def pallas(platform: str, norm: Norm, *operands: Array | None) -> list[Any]:

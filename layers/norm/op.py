@@ -234,14 +234,14 @@ def _apply(op: str, x: Any, residual: Any, scale: Any, bias: Any, options: Optio
     """Returns y, x + residual or None, mean and rstd; or raises one clear error."""
     order, x = order_of(op, options.implementation), floating(op, "x", x)
     axes, cast, offset = dimensions(op, x, options.axis), options.cast, options.scale_offset
-    given = {"scale": scale, "bias": bias}
-    given = {name: floating(op, name, a) for name, a in given.items() if a is not None}
+    arrays = {"scale": scale, "bias": bias}
+    arrays = {name: floating(op, name, a) for name, a in arrays.items() if a is not None}
     residual = residual if residual is None else floating(op, "residual", residual)
     out_dtype = floating_dtype(op, options.dtype, x.dtype)
     eps, offset = finite(op, "eps", options.eps, least=0), finite(op, "scale_offset", offset)
     if not isinstance(cast, str) or cast not in get_args(Cast):
         raise ValueError(f"{op}: cast must be 'after' or 'before', got {cast!r}")
-    heads, parameters = _aligned(op, x, axes, options.axis, given)
+    heads, parameters = _aligned(op, x, axes, options.axis, arrays)
     if heads and scale is None:  # kernels find the owner of a row by its scale
         parameters["scale"], offset = jnp.zeros_like(parameters["bias"]), 1.0
     if residual is not None and residual.shape != x.shape:
@@ -276,7 +276,7 @@ def _apply(op: str, x: Any, residual: Any, scale: Any, bias: Any, options: Optio
 
 
 def _aligned(
-    op: str, x: Array, axes: tuple[int, ...], axis: Any, given: dict[str, Array]
+    op: str, x: Array, axes: tuple[int, ...], axis: Any, arrays: dict[str, Array]
 ) -> tuple[tuple[int, ...], dict[str, Array]]:
     """Returns the dimensions of x before `axes` along which parameters differ, and the parameters
     with these dimensions and `axes` alone.
@@ -286,7 +286,7 @@ def _aligned(
     """
     size, first, heads = tuple(x.shape[a] for a in axes), axes[0], set()
     most = first if axes == tuple(range(first, x.ndim)) else 0  # dimensions before the axes
-    for name, value in given.items():
+    for name, value in arrays.items():
         count = value.ndim - len(axes)
         own, of_x = value.shape[: max(0, count)], x.shape[first - count : first]
         fits = 0 <= count <= most and value.shape[count:] == size
@@ -300,7 +300,7 @@ def _aligned(
         heads |= {first - count + i for i, n in enumerate(own) if n != 1}
     dims, parameters = tuple(sorted(heads)), {}
     shape = *[x.shape[d] for d in dims], *size
-    for name, value in given.items():
+    for name, value in arrays.items():
         if value.shape != shape:
             start = x.ndim - value.ndim
             value = jnp.squeeze(value, [d - start for d in range(start, first) if d not in heads])
@@ -446,12 +446,13 @@ def dims_of(kernel: str, norm: Norm, *ndims: int | None) -> tuple[Sequence[Any],
     """Returns the dimensions of x that a kernel's operands and results have; None without one."""
     names = {name: n for name, n in zip(OPERANDS[kernel], ndims) if n is not None}
     every = tuple(range(names["X"]))
-    of: dict[str, Any] = dict.fromkeys(STATISTICS, tuple([i for i in every if i not in norm.axes]))
-    of |= dict.fromkeys(PARAMETERS, Loose((*norm.heads, *norm.axes)))
+    rows = tuple([i for i in every if i not in norm.axes])
+    dims: dict[str, Any] = dict.fromkeys(STATISTICS, rows)
+    dims |= dict.fromkeys(PARAMETERS, Loose((*norm.heads, *norm.axes)))
     results = results_of(kernel, norm, names)
     return (
-        tuple([of.get(name, every) if name in names else None for name in OPERANDS[kernel]]),
-        tuple([of.get(name, every) if name in results else None for name in RESULTS[kernel]]),
+        tuple([dims.get(name, every) if name in names else None for name in OPERANDS[kernel]]),
+        tuple([dims.get(name, every) if name in results else None for name in RESULTS[kernel]]),
     )
 
 
@@ -520,20 +521,20 @@ class NormFunction(Function):
         """The gradients of h, scale and bias: y's by the backward, statistics' in plain JAX."""
         (h, scale, mean, rstd), norm, (dy, *more) = kept, self.norm, cts
         dh = more.pop(0) if self.with_h else None
-        found = [dh, None, None]
+        gradients = [dh, None, None]
         if dy is not None:
             dscale, dbias = (like is not None for like in likes[1:])
             asked = replace(_without_statistics(norm), with_dscale=dscale, with_dbias=dbias)
-            found = backward(asked, dy, h, scale, mean, rstd, dh, order=self.order)
+            gradients = backward(asked, dy, h, scale, mean, rstd, dh, order=self.order)
         if any([ct is not None for ct in more]):
             of_h = lambda h: [a for a in define_forward(_bare(norm), h)[1:] if a is not None]
             values, pull = jax.vjp(of_h, h)
             zeros = map(jnp.zeros_like, values)
             (along,) = pull([zero if ct is None else ct for zero, ct in zip(zeros, more)])
-            found[0] = along if found[0] is None else found[0] + along
+            gradients[0] = along if gradients[0] is None else gradients[0] + along
         return [
             g if g is None or like is None else g.astype(like.dtype)
-            for g, like in zip(found, likes)
+            for g, like in zip(gradients, likes)
         ]
 
 
@@ -560,8 +561,8 @@ def tangents_of(
         parts = [t.astype(h.dtype) for t in (dx, dresidual) if moves(t)]
         dx = functools.reduce(jnp.add, parts) if parts else None
     function = NormFunction(norm, order, residual is not None)
-    given, tree = jax.tree.flatten(list(results))
-    return tree.unflatten(linear(function, (h, scale, mean, rstd), (dx, dscale, dbias), given))
+    flat, tree = jax.tree.flatten(list(results))
+    return tree.unflatten(linear(function, (h, scale, mean, rstd), (dx, dscale, dbias), flat))
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> Any:
@@ -574,8 +575,8 @@ def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> An
 
 def without(norm: Norm, *flags: str) -> Norm | None:
     """The norm without the first of these results that it has."""
-    found = next((flag for flag in flags if getattr(norm, flag)), None)
-    return None if found is None else replace(norm, **{found: False})
+    flag = next((flag for flag in flags if getattr(norm, flag)), None)
+    return None if flag is None else replace(norm, **{flag: False})
 
 
 # ---------------------------------------------------------------- operations

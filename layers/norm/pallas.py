@@ -124,5 +124,5 @@ def run(kernel: str, platform: str, norm: Norm, *operands: Array | None) -> list
         name=f"pallas_{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}",
     )(*[array.reshape(placed(name)[0]) for name, array in arrays.items()])
     small = {*STATISTICS, *PARAMETERS}
-    found = {k: v.reshape(-1) if k in small else v for k, v in zip(results, values, strict=True)}
-    return [found.get(name) for name in RESULTS[kernel]]
+    named = {k: v.reshape(-1) if k in small else v for k, v in zip(results, values, strict=True)}
+    return [named.get(name) for name in RESULTS[kernel]]

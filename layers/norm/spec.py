@@ -68,10 +68,10 @@ def operands_of(kernel: str, operands: Sequence[Any]) -> dict[str, Any]:
 
 def results_of(kernel: str, norm: Norm, names: Container[str]) -> tuple[str, ...]:
     """Returns the names of the results that there are of operands with these names."""
-    found = {"H": "RESIDUAL" in names, "SUMS": norm.centred, "RSTD": norm.with_rstd}
-    found |= {"MEAN": norm.centred and (norm.with_mean or kernel == "row_statistics")}
-    found |= {"DSCALE": norm.with_dscale, "DBIAS": norm.with_dbias}
-    return tuple([name for name in RESULTS[kernel] if found.get(name, True)])
+    there = {"H": "RESIDUAL" in names, "SUMS": norm.centred, "RSTD": norm.with_rstd}
+    there |= {"MEAN": norm.centred and (norm.with_mean or kernel == "row_statistics")}
+    there |= {"DSCALE": norm.with_dscale, "DBIAS": norm.with_dbias}
+    return tuple([name for name in RESULTS[kernel] if there.get(name, True)])
 
 
 # ---------------------------------------------------------------- definitions

@@ -138,8 +138,8 @@ def _forward(cast: Body, spec: Gated, *operands: jax.Array) -> list[jax.Array]:
 def _gradient(cast: Body, spec: Gated, *operands: jax.Array) -> list[jax.Array]:
     dh, *codes, scales, bounds = operands
     arrays = _meant(codes, scales)
-    found = define_gradients(spec, dh, *arrays)
-    triples = [cast(_BOTH, d, bounds[i : i + 1]) for i, d in enumerate(found)]
+    gradients = define_gradients(spec, dh, *arrays)
+    triples = [cast(_BOTH, d, bounds[i : i + 1]) for i, d in enumerate(gradients)]
     last = _again(cast, spec, *arrays, bound=bounds[-1:])
     return [r for results in (*triples, last) for r in results]
 
@@ -168,8 +168,8 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
 
 def cuda_amax(target: Target, spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
     source, count = with_activation("quantize_gated_amax.cu", spec.function), 2 * len(arrays)
-    of, macros = (source, "quantize_gated_amax"), _macros(arrays[0], len(arrays) > 1)
-    maxima = launch_amax(target, *of, arrays, macros, count=(count,), unroll=2)
+    kernel, macros = (source, "quantize_gated_amax"), _macros(arrays[0], len(arrays) > 1)
+    maxima = launch_amax(target, *kernel, arrays, macros, count=(count,), unroll=2)
     largest = jnp.max(maxima, axis=1, keepdims=True)
     return [largest[i] for i in range(count)]
 
@@ -252,8 +252,8 @@ def _dims(names: Sequence[str], ndim: int) -> list[tuple[int, ...]]:
 
 
 def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list[jax.Array]:
-    found = amax_kernel(spec, *_matrices(arrays), order=order)
-    maxima = [split.pmax(maximum, range(arrays[0].ndim)) for maximum in found]
+    own = amax_kernel(spec, *_matrices(arrays), order=order)
+    maxima = [split.pmax(maximum, range(arrays[0].ndim)) for maximum in own]
     h, *of_arrays = maxima[: 2 + spec.has_up]
     results = forward_kernel(spec, *_matrices(arrays), jnp.concatenate(maxima), order=order)
     results = _restored(results, _results(spec, gradient=False), arrays[0])

@@ -97,8 +97,8 @@ def _bound(norm: Norm, scale: Array | None, bias: Array | None, features: int) -
 
 def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Any) -> list[Any]:
     """Normalises into float32 (y, then the other results), and encodes y."""
-    *given, bound = operands
-    y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
+    *arrays, bound = operands
+    y, *others = normalise(replace(spec.norm, out_dtype="float32"), *arrays)
     codes = cast(spec.codes, y.reshape(-1, y.shape[-1]), bound)
     return [*in_places(codes, spec.codes.results), *others]
 
@@ -192,7 +192,7 @@ def _launch(
         shares &= not norm.heads
         shared = held(width * shares)
     tokens = [x.shape[1]] if norm.heads and parameters else []
-    found = launch(
+    done = launch(
         "quantize_norm.cu",
         name,
         list(operands.values()),
@@ -219,7 +219,7 @@ def _launch(
         ints=(rows, columns, chosen.group, *tokens),
         floats=(eps, norm.scale_offset, 1 / columns),
     )
-    return in_places(found, (*codes.results, *("H" in types, norm.centred, True) * statistics))
+    return in_places(done, (*codes.results, *("H" in types, norm.centred, True) * statistics))
 
 
 def _named(kernel: str, operands: Sequence[Any]) -> dict[str, Array]:
@@ -234,15 +234,15 @@ def _apart_on_cuda(kernel: Kernel, target: Target, spec: NormCodes, *operands: A
 
 def cuda_codes(target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
     """The norm and its codes on a GPU: one launch, or one for sums over rows before it."""
-    norm, given = spec.norm, _named("forward", operands)
-    x = given["X"]
+    norm, named = spec.norm, _named("forward", operands)
+    x = named["X"]
     if not shares_rows(norm, x.shape):
         return _apart_on_cuda(forward_kernel, target, spec, *operands)
-    stored, n = promoted(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[-1]
-    of = {"has_residual": "RESIDUAL" in given, "centred": norm.centred}
-    chosen = layout(n, stored.itemsize, target, **of)
+    stored, n = promoted(x.dtype, named.get("RESIDUAL", x).dtype), x.shape[-1]
+    kind = {"has_residual": "RESIDUAL" in named, "centred": norm.centred}
+    chosen = layout(n, stored.itemsize, target, **kind)
     if chosen:
-        return _launch(target, spec, chosen, given, norm.eps)
+        return _launch(target, spec, chosen, named, norm.eps)
     _, residual, scale, bias, bound = operands
     h = x if residual is None else add(norm, x, residual)
     mean, squares = row_statistics_kernel.bodies["cuda"](target, norm, h)
@@ -253,10 +253,10 @@ def cuda_codes(target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
 
 def cuda_apply(target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
     """The same for rows whose statistics are known."""
-    given = _named("apply", operands)
-    if not shares_rows(spec.norm, given["X"].shape):
+    named = _named("apply", operands)
+    if not shares_rows(spec.norm, named["X"].shape):
         return _apart_on_cuda(apply_kernel, target, spec, *operands)
-    return _launch(target, spec, CastLayout(batch=4, min_blocks=4), given, 0.0)
+    return _launch(target, spec, CastLayout(batch=4, min_blocks=4), named, 0.0)
 
 
 def _kernel(name: str, kernel: Kernel, cuda: Any) -> Kernel:
@@ -291,14 +291,14 @@ def _body(
     bound = _bound(norm, scale, bias, split.count(norm.axes))
     bound = split.pmax(bound, (*norm.heads, *norm.axes))
     if not split.over(norm.axes):
-        found = codes_kernel(here, h, residual, scale, bias, bound, order=order)
+        results = codes_kernel(here, h, residual, scale, bias, bound, order=order)
     else:
         h = h if residual is None else add(norm, h, residual)
         mean, rstd = rms_norm.statistics_over_devices(norm, split, h, order)
         codes = apply_codes_kernel(here, h, scale, bias, mean, rstd, bound, order=order)
-        found = [*codes, *forward_results(norm, residual, h, mean, rstd)]
+        results = [*codes, *forward_results(norm, residual, h, mean, rstd)]
     *rows, n = x.shape
-    q, qt, code_scale, h, mean, rstd = found
+    q, qt, code_scale, h, mean, rstd = results
     reshaped = lambda a, *shape: None if a is None else a.reshape(shape)
     as_codes = lambda a, *shape: None if a is None else as_bytes(a.reshape(shape))
     statistics = reshaped(mean, *rows), reshaped(rstd, *rows)
@@ -375,6 +375,6 @@ def quantize(
 ) -> Normalised:
     """Returns the codes of a norm, and what its gradient needs."""
     norm = replace(spec.norm, cast_before=False, with_mean=spec.norm.centred, with_rstd=True)
-    found = op(replace(spec, norm=norm), x, residual, scale, bias, order=order)
-    q, qt, code_scale, h, mean, rstd = found
+    results = op(replace(spec, norm=norm), x, residual, scale, bias, order=order)
+    q, qt, code_scale, h, mean, rstd = results
     return Normalised(q, qt, code_scale, x if h is None else h, mean, rstd)

@@ -24,7 +24,7 @@ from ...native.dtypes import CUDA_TYPES
 from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch
-from ..core.op import Batching, Derivative, Dims, Op, Placement, Split
+from ..core.op import Batching, Derivative, Dims, Op, Placement, Split, in_places
 
 # ---------------------------------------------------------------- definition, in plain JAX
 # Integer operations, since the platforms' own conversions to FP8 differ for numbers beyond the
@@ -226,8 +226,8 @@ def launch_amax(
 
 def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
     """The largest magnitude that each block finds; the largest of them is that of x."""
-    of, macros = ("quantize_amax.cu", "quantize_amax"), {"X_TYPE": CUDA_TYPES[x.dtype.name]}
-    return launch_amax(target, *of, [x], macros, unroll=AMAX_UNROLL)
+    kernel, macros = ("quantize_amax.cu", "quantize_amax"), {"X_TYPE": CUDA_TYPES[x.dtype.name]}
+    return launch_amax(target, *kernel, [x], macros, unroll=AMAX_UNROLL)
 
 
 def _cuda_amax(target: Target, codes: Codes, x: jax.Array) -> list[jax.Array]:
@@ -275,8 +275,8 @@ def _cpu_quantize(codes: Codes, x: jax.Array) -> list[jax.Array]:
 def code_types(codes: Codes, rows: int, columns: int) -> list[jax.ShapeDtypeStruct]:
     """The results of a cast: [q,] [qt,] scale."""
     shapes = [(rows, columns)] * codes.has_q + [(columns, rows)] * codes.has_qt
-    of = [jax.ShapeDtypeStruct(shape, jnp.dtype(codes.dtype)) for shape in shapes]
-    return [*of, jax.ShapeDtypeStruct((1,), jnp.float32)]
+    types = [jax.ShapeDtypeStruct(shape, jnp.dtype(codes.dtype)) for shape in shapes]
+    return [*types, jax.ShapeDtypeStruct((1,), jnp.float32)]
 
 
 INPUTS = ("float32", "bfloat16", "float16")
@@ -329,15 +329,16 @@ def _matrix(spec: Codes, x: Array) -> Array:
 
 def _restored(spec: Codes, x: Array, results: list[Array]) -> list[Array]:
     *codes, scale = results
-    of = [t.shape for t in _array_types(spec, x)[:-1]]
-    return [*[as_bytes(c.reshape(s)) for c, s in zip(codes, of, strict=True)], scale.reshape(())]
+    shapes = [t.shape for t in _array_types(spec, x)[:-1]]
+    shaped = [as_bytes(c.reshape(s)) for c, s in zip(codes, shapes, strict=True)]
+    return [*shaped, scale.reshape(())]
 
 
 def _array_types(spec: Codes, x: Any) -> list[jax.ShapeDtypeStruct]:
     shapes = [x.shape] * spec.has_q
     shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.has_qt
-    of = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
-    return [*of, jax.ShapeDtypeStruct((), jnp.float32)]
+    types = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
+    return [*types, jax.ShapeDtypeStruct((), jnp.float32)]
 
 
 def as_bytes(codes: Array) -> Array:
@@ -401,5 +402,6 @@ def quantize(
     x: Array, codes: Codes, *, split: int, rows: bool = True, order: Order = BEST
 ) -> Quantized:
     """Returns the codes of `x`, of a kernel where not `rows`; see `Codes`."""
-    *found, scale = op(replace(codes, split=split, rows=rows), x, order=order)
-    return Quantized(found[0] if codes.has_q else None, found[-1] if codes.has_qt else None, scale)
+    *layouts, scale = op(replace(codes, split=split, rows=rows), x, order=order)
+    q, qt, _ = in_places(layouts, (codes.has_q, codes.has_qt, False))
+    return Quantized(q, qt, scale)

@@ -196,3 +196,27 @@ def test_experts_that_devices_share_exchange_maxima_alone(kind):
         assert results and all(set(re.findall(r"f32\[\d*\]", r)) == {"f32[1]"} for r in results)
     else:
         assert "batch dimension, on a mesh of Explicit axes" in str(fused)
+
+
+@pytest.mark.parametrize("stored", ["cndh", "dcnh", "cnhd"])
+def test_kernels_of_heads_on_explicit_axes(stored):
+    """Columns that devices share are not joined to others, within a scan or outside."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    sizes = {"c": 3, "n": 4, "d": W, "h": 16}
+    spec = P(None, *["model" if letter == "n" else None for letter in stored])
+    kernel = draw(1, 2, *[sizes[letter] for letter in stored], scale=0.2)
+
+    def layer(x, w):
+        q, k, v = jnp.einsum(f"btd,{stored}->cbtnh", x, w)
+        return x + tanh(q * k + v)[..., :2, :].reshape(x.shape, out_sharding=P("data")), None
+
+    function = lambda p, x: jax.lax.scan(layer, x, p["w"])[0] / 2
+    with jax.set_mesh(mesh):
+        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+        args = {"w": place(kernel, spec)}, place(draw(0, 2, R, W), P("data"))
+        fused = fuse_cases.Fused(function, quantization="fp8")
+        got, want = both(fused)(*args), both(function)(*args)
+    assert [*rows(fused).values()] == ["dense, fp8"], fused
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert a.sharding == b.sharding
+        assert jnp.linalg.norm(a - b) < 0.15 * jnp.linalg.norm(b)

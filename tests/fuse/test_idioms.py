@@ -344,7 +344,7 @@ KINDS = {
         lambda x: tanh(x @ jnp.cos(jnp.outer(*[jnp.arange(W) / W] * 2))),
         (X,),
         0,
-        "a product of a parameter with constants",
+        "a product with constants",
     ),
     "activations and a table": (
         lambda p, x: tanh(tanh(x @ p["a"]) @ TABLE),
@@ -357,6 +357,18 @@ KINDS = {
         (P, X),
         1,
         "POOL, which the function closes over",
+    ),
+    "the squares of x": (
+        lambda x: tanh(x.T @ x) @ jnp.ones((W, 1)),
+        (X,),
+        0,
+        "a product of an array with what is made of it",
+    ),
+    "x and what is made of it": (
+        lambda x: tanh(x.T @ tanh(x)),
+        (X,),
+        0,
+        "a product of an array with what is made of it",
     ),
     "a kernel of x": (
         lambda x, w: tanh(x @ tanh(x[:W] * w)),

@@ -546,6 +546,16 @@ LEFT = {  # functions and the shapes of their arguments
 }
 
 
+@pytest.mark.parametrize("rows, why", [(4, "4, less than 16"), (32, "32, where others have 512")])
+def test_a_reason_says_whose_rows_are_few(rows, why):
+    def function(x, c, w):
+        return jnp.tanh(x @ w) if rows > 4 else 0.0, jnp.tanh(c @ w)
+
+    fused = fuse_cases.Fused(function, quantization="fp8", serves=False)
+    jax.eval_shape(fused, *draws((512, W), (rows, W), (W, W)))
+    assert [row.reason for row in fused.rows if row.reason] == [f"few rows: {why}"], fused
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_fp8_leaves(name):
     """Values and gradients are the function's own, without FP8's rounding."""

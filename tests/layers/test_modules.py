@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
+from numpy_interpreter import evaluated
 from parity import assert_nearer, assert_no_worse
 
 from normfuse.layers import eqx as ours_eqx
@@ -125,9 +126,8 @@ def test_values_and_gradients_are_as_exact_as_the_frameworks(framework, kind, rn
         dy = jnp.asarray(rng.standard_normal((6, rows)), out)
         ours, theirs, params = pair(framework, kind, rng, dtypes=dtypes)
         exact = expected(framework, kind, params, x, dy, compute)
-        (y, dparams, dx), (y_theirs, dparams_theirs, dx_theirs) = (
-            gradients(apply, params, x, dy) for apply in (ours, theirs)
-        )
+        y, dparams, dx = gradients(ours, params, x, dy)
+        y_theirs, dparams_theirs, dx_theirs = evaluated(gradients)(theirs, params, x, dy)
         assert_no_worse(y, y_theirs, exact["y"])
         assert_no_worse(dx, dx_theirs, exact["x"])
         for name, gradient in dparams.items():
