@@ -109,7 +109,7 @@ def _last(code: str, wanted: Callable[[str], bool]) -> str:
 def _chosen(lines: Sequence[str], met: bool) -> Iterator[str]:
     """Yields the lines of the branches that are taken, without macros; empty ones for others."""
     macros: dict[str, Any] = {}  # parameters and text; None where it is undefined
-    conditions: list[tuple[bool, bool]] = []  # whether a branch is taken, and one before it was
+    conditions: list[tuple[bool, bool]] = []  # a branch is taken; one before it was
     chunk = ""
     for line, following in zip(lines, [*lines[1:], ""]):
         live = all(taken for taken, _ in conditions)
