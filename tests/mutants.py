@@ -1048,7 +1048,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/fuse.py",
-        'left += [(v, "loss", why, (v,)) for v in _logits(program)]',
+        'left += [(value, "loss", why, (value,)) for value, why in others]',
         "pass",
         "tests/fuse/test_front.py::test_the_last_line_says_that_logits_have_no_loss",
     ),

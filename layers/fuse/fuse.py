@@ -19,7 +19,6 @@ from .activations import READ as ACTIVATIONS
 from .activations import Activations
 from .call import Call
 from .codes import with_codes
-from .constants import SAME_ELEMENTS
 from .program import Program
 from .scores import RULES as SCORES
 from .scores import ScoreForms
@@ -102,7 +101,10 @@ def fuse(
         try:
             program = rewritten(call, options, function)
             if program is not None:
-                return call.whole(jaxpr_as_fun(program)(*call.arrays))
+                run = jaxpr_as_fun(program)
+                # It checks no equation for NaN, since parts such as jnp.var do without checks.
+                run = jax.jit(run) if jax.config.jax_debug_nans else run  # pyright: ignore
+                return call.whole(run(*call.arrays))
         except BaseException:
             call.leave()
             raise
@@ -258,99 +260,106 @@ def _unread(error: Exception) -> str:
     return "its sizes are not known" if is_symbolic else _UNREAD + explained(error)
 
 
+class _Values(NamedTuple):
+    """The values of a program, as the domains read them."""
+
+    program: Program
+    quantization: Quantization
+    scores: ScoreForms
+    parts: norms.Norms
+    activations: Activations
+
+
+_FIND: dict[str, Callable[[_Values], Iterable[Any]]] = {  # in the order in which they are searched
+    "norm": lambda of: norms.found(of.parts),
+    "attention": lambda of: attention.found(of.scores),
+    "loss": lambda of: losses.found(of.scores, quantization=of.quantization),
+    "indexing": lambda of: of_equations(of.program, indexing.site_of, "gather", "scatter"),
+    "lookup": lambda of: of_equations(of.program, indexing.lookup_of, "gather"),
+    "mlp": lambda of: products.found(
+        products.Products(of.program, of.scores, of.activations, of.scores.made), of.quantization
+    ),
+}
+
+
 def _found(program: Program, quantization: Quantization) -> tuple[list[Site], list[Any]]:
     """Returns the sites that were found, and (value, what, why, what it needs dead) of others."""
     sites: dict[str, list[Site]] = {name: [] for name in _DOMAINS}
     left: list[Any] = []
-    scores, parts = ScoreForms(program), norms.Norms(program)
-    activations = Activations(program)
-    read = (scores, SCORES), (parts, norms.RULES), (activations, ACTIVATIONS)
-    for equation in program.equations:
-        first = program.avals[equation.outs[0]] if len(equation.outs) == 1 else None
+    of = _Values(
+        program, quantization, ScoreForms(program), norms.Norms(program), Activations(program)
+    )
+    _read(of, left)
+    made_of = {"attention": of.scores.made_of, "loss": of.scores.made_of, "norm": of.parts.made_of}
+    for name, find in _FIND.items():
+        for one in _tried(program, name, lambda find=find: find(of), left):
+            if isinstance(one, Site):
+                sites[name].append(one)
+            else:
+                value, why = one
+                dead = made_of[name](value) if name in made_of else (value,)
+                left.append((value, "product" if name == "mlp" else name, why, dead))
+        # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
+        # its result would keep the norm's own equations alive.
+        of.scores.made.update(v for site in sites[name] for v in site.outs)
+        of.scores.wanted.update(v for site in sites[name] for v in site.reads)
+    sites["loss"], left = _with_regions(program, sites, left, quantization)
+    return sum(sites.values(), []), left
+
+
+def _read(of: _Values, left: list[Any]) -> None:
+    """Reads the equations of floats in their order; what cannot be read is left."""
+    read = (of.scores, SCORES), (of.parts, norms.RULES), (of.activations, ACTIVATIONS)
+    for equation in of.program.equations:
+        first = of.program.avals[equation.outs[0]] if len(equation.outs) == 1 else None
         if first is None or not jnp.issubdtype(first.dtype, jnp.floating):
             continue
         for domain, names in read:
             try:
                 if equation.name in names:
                     domain.read(equation)
-            except Exception as error:  # equations that cannot be read stay
+            except Exception as error:
                 left.append((equation.outs[0], "program", _unread(error), ()))
-    # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
-    # its result would keep the norm's own equations alive.
-    made = scores.made
-    multiplied = functools.partial(products.Products, program, scores, activations, made)
-    domains = {
-        "norm": lambda: norms.found(parts),
-        "attention": lambda: attention.found(scores),
-        "loss": lambda: losses.found(scores, quantization=quantization),
-        "indexing": lambda: of_equations(program, indexing.site_of, "gather", "scatter"),
-        "lookup": lambda: of_equations(program, indexing.lookup_of, "gather"),
-        "mlp": lambda: products.found(multiplied(), quantization),
-    }
-    made_of = {"attention": scores.made_of, "loss": scores.made_of, "norm": parts.made_of}
-    for name, find in domains.items():
-        try:
-            for one in find():
-                if isinstance(one, Site):
-                    sites[name].append(one)
-                else:
-                    value, why = one
-                    dead = made_of[name](value) if name in made_of else (value,)
-                    left.append((value, "product" if name == "mlp" else name, why, dead))
-        except Exception as error:
-            last = [v for equation in program.equations for v in equation.outs][-1]
-            left.append((last, name, _unread(error), ()))
-        made.update(v for site in sites[name] for v in site.outs)
-        scores.wanted.update(v for site in sites[name] for v in site.reads)
-    regions, more = _regions(program, sites, quantization)
-    lost = {v for site in regions for v in site.dead}
-    left = [one for one in left if one[1] not in ("loss", "attention") or not lost & {*one[3]}]
-    of_losses = [*[site.dead for site in sites["loss"]], *[d for _, k, _, d in left if k == "loss"]]
-    known = {v for dead in of_losses for v in dead}  # these have a row that says why
-    left += [one for one in more if one[0] not in known]
-    sites["loss"] = [s for s in sites["loss"] if not lost & {*s.dead}] + regions
-    is_loss = [site.what.startswith("loss") for site in sites["loss"]]
-    if not any(is_loss) and not any(kind == "loss" for _, kind, *_ in left):
-        why = "what becomes of its logits is no loss that is known"
-        left += [(v, "loss", why, (v,)) for v in _logits(program)]
-    return sum(sites.values(), []), left
 
 
-def _regions(
-    program: Program, sites: Mapping[str, list[Site]], quantization: Quantization
+def _tried(
+    program: Program, name: str, find: Callable[[], Iterable[Any]], left: list[Any]
+) -> Iterator[Any]:
+    """Yields what a search finds; one row says where it failed."""
+    try:
+        yield from find()
+    except Exception as error:
+        last = [v for equation in program.equations for v in equation.outs][-1:]
+        left += [(v, name, _unread(error), ()) for v in last]
+
+
+def _with_regions(
+    program: Program,
+    sites: Mapping[str, list[Site]],
+    left: list[Any],
+    quantization: Quantization,
 ) -> tuple[list[Site], list[Any]]:
-    """Returns the losses that are computed in chunks of rows, where other sites leave logits."""
+    """Returns the losses, and what is left, with those that are computed in chunks of rows.
+
+    These are losses whose logits are alive beside all other sites, and take the place of what else
+    needs the same logits.
+    """
     taken = {name: {v: s for s in some for v in s.outs} for name, some in sites.items()}
     needed = lambda names: program.needed(
         program.results, {}, {v: s for n in names for v, s in taken[n].items()}
     )
-    try:
-        live, wanted = needed(taken.keys() - {"loss"}), needed(taken)
-        found = [*region.found(program, live, wanted, quantization)]
-    except Exception as error:
-        last = [v for equation in program.equations for v in equation.outs][-1:]
-        return [], [(v, "loss", _unread(error), ()) for v in last]
-    others = [one for one in found if not isinstance(one, Site)]
+    search = lambda: region.found(
+        program, needed(taken.keys() - {"loss"}), needed(taken), quantization
+    )
+    found = [*_tried(program, "loss", search, left)]
     regions = [one for one in found if isinstance(one, Site)]
-    return regions, [(value, "loss", why, (value,)) for value, why in others]
-
-
-def _logits(program: Program) -> Iterator[int]:
-    """Yields the products over a vocabulary of which a softmax is taken, and no shape is a head."""
-    sums = [e.ins[0] for e in program.equations if e.name == "reduce_sum"]
-    summed = {program.root(v, lambda made: made.name in SAME_ELEMENTS) for v in sums}
-    made = [program.maker[v] for v in summed if v in program.maker]
-    exps: dict[int, list[int]] = {}  # what exponentials are of, by its size
-    for equation in made:
-        if equation.name == "exp":
-            exps.setdefault(program.avals[v := equation.ins[0]].size, []).append(v)
-    products = [e for e in program.equations if e.name == "dot_general" and len(e.outs) == 1]
-    for out in [e.outs[0] for e in products if min(program.avals[v].ndim for v in e.ins) == 2]:
-        aval = program.avals[out]
-        if aval.shape[-1] < losses.SMALLEST:
-            continue
-        if any(program.depends(v, [out]) for v in exps.get(aval.size, ())):
-            yield out
+    lost = {v for site in regions for v in site.dead}
+    left = [one for one in left if one[1] not in ("loss", "attention") or not lost & {*one[3]}]
+    of_losses = [*[site.dead for site in sites["loss"]], *[d for _, k, _, d in left if k == "loss"]]
+    known = {v for dead in of_losses for v in dead}  # these have a row that says why
+    others = [one for one in found if not isinstance(one, Site) and one[0] not in known]
+    left += [(value, "loss", why, (value,)) for value, why in others]
+    return [s for s in sites["loss"] if not lost & {*s.dead}] + regions, left
 
 
 def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:
