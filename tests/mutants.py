@@ -646,12 +646,6 @@ MUTANTS = [
         "    if False:",
         "tests/fuse/test_losses.py::test_totals[weights]",
     ),
-    Mutant(  # a factor that is made of all rows
-        "layers/fuse/losses.py",
-        "            if self.program.depends(v, values):",
-        "            if False:",
-        "tests/fuse/test_losses.py::test_what_is_no_total[of all rows]",
-    ),
     Mutant(  # rows that an equation combines
         "layers/fuse/rows.py",
         "    if summed and e.name not in _SUMS:",
