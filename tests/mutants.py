@@ -665,7 +665,7 @@ MUTANTS = [
         "tests/fuse/test_rows.py::test_losses_are_their_own_equations[kl]",
     ),
     Mutant(  # losses without exponentials
-        "layers/fuse/region.py",
+        "layers/fuse/search.py",
         "            if not is_loss and not is_hinge:",
         "            if not is_loss:",
         "tests/fuse/test_user_losses.py::test_losses[hinge_by_optax]",
@@ -726,8 +726,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/indexing.py",
-        "if first < 0 or first + step * (count - 1) >= shape[d]:",
-        "if first < 0 or first + step * (count - 1) > shape[d]:",
+        "if first < 0 or first + step * (count - 1) >= length:",
+        "if first < 0 or first + step * (count - 1) > length:",
         "tests/fuse/test_indexing.py::test_it_stays[the last one outside]",
     ),
     Mutant(
@@ -761,13 +761,13 @@ MUTANTS = [
         "tests/fuse/test_extremes.py::test_a_bias_that_hides_rows[no mask]",
     ),
     Mutant(  # attention of any size is cut along its queries
-        "layers/fuse/queries.py",
+        "layers/fuse/search.py",
         "scores.size * scores.dtype.itemsize > LARGEST_SCORES",
         "scores.size > 0",
         "tests/fuse/test_queries.py::test_small_scores_stay",
     ),
     Mutant(  # what follows the values' product is read as one of the region
-        "layers/fuse/region.py",
+        "layers/fuse/search.py",
         "push(() if last else made.outs)",
         "push(made.outs)",
         "tests/fuse/test_queries.py::test_attention_is_its_own_equations[two layers]",

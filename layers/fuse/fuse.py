@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from ..core.arguments import Quantization, check_quantization
-from . import attention, indexing, losses, norms, products, region
+from . import attention, indexing, losses, norms, products, search
 from .activations import READ as ACTIVATIONS
 from .activations import Activations
 from .call import Call
@@ -348,10 +348,10 @@ def _with_regions(
     needed = lambda names: program.needed(
         program.results, {}, {v: s for n in names for v, s in taken[n].items()}
     )
-    search = lambda: region.found(
+    find = lambda: search.found(
         program, needed(taken.keys() - {"loss"}), needed(taken), quantization
     )
-    found = [*_tried(program, "loss", search, left)]
+    found = [*_tried(program, "loss", find, left)]
     regions = [one for one in found if isinstance(one, Site)]
     lost = {v for site in regions for v in site.dead}
     left = [one for one in left if one[1] not in ("loss", "attention") or not lost & {*one[3]}]

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
+from ...native.jaxpr import JIT, evaluate, results_of
+from ..core.op import equally_varying
 from ..cross_entropy.linear import Options, best_words, loss_of_rows, match_spec
 from ..cross_entropy.op import Total, aligned_words
 from ..quantization.quantize import fits
@@ -330,7 +331,7 @@ def _in_rows(losses: Sequence[Loss], read: Read) -> Sequence[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Addend:
-    """What each row adds to a total: a program of the row's numbers, in place of `Total.each`.
+    """A program of a row's numbers, which computes its addend to a total: a `Total.each`.
 
     Attributes:
       text: tells programs apart, in every process but for functions with own rules.
@@ -349,7 +350,13 @@ class Addend:
 @functools.lru_cache(maxsize=256)
 def _of_every_row(addend: Addend, ndim: int) -> Any:
     """Returns a function of rows, which JAX traces once."""
-    one: Any = lambda *numbers: jaxpr_as_fun(addend.program)(*numbers)[0]
+
+    def bound(eqn: Any, given: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in JIT:
+            return evaluate(eqn.params["jaxpr"], given, bound)
+        return results_of(eqn, equally_varying(*given))  # traced without manual axes
+
+    one: Any = lambda *numbers: evaluate(addend.program, numbers, bound)[0]
     return jax.jit(functools.reduce(lambda f, _: jax.vmap(f), range(ndim), one))
 
 

@@ -5,11 +5,9 @@ each row, or a total. The equations between, and those of others that are as wid
 a chunk of rows after the other; in the backward once more, with each chunk's gradients.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -41,14 +39,9 @@ from ..core.op import (
 )
 from ..cross_entropy.op import CHUNK_BYTES
 from .labels import Label, Labels, expand
-from .plan import Plan, only_end
-from .program import Equation, Program
-from .rows import Chunk, Combined, Rows, Summed, labels_of, latest, traced_back
-from .sites import Left, Site
+from .plan import Plan
+from .rows import Chunk, Rows, Summed, latest
 
-SMALLEST = 1024
-"""Fewer columns than these are not wide."""
-WIDER = 4  # how many times larger logits are than what is no longer wide
 _PARTS, _FEW = 8, 16  # chunks of rows, but not of fewer than these
 
 # ---------------------------------------------------------------- regions
@@ -408,208 +401,7 @@ gradients = Op(
 )
 
 
-# ---------------------------------------------------------------- finding regions
-
-
-class _Again(Exception):
-    """A region has one more product."""
-
-
-class _NoLogits(Exception):
-    """A product is none of rows and a vocabulary."""
-
-
-class Search:
-    """The region that begins at a product.
-
-    Args:
-      program: theirs.
-      live: the values that the program needs.
-      product: of rows and words; `right` tells if the words are its right operand's.
-
-    Attributes:
-      ends: the values at its ends that something else reads.
-      left: the values that are as wide, and still needed.
-
-    Raises:
-      _NoLogits: for a product that makes no logits.
-    """
-
-    def __init__(self, program: Program, live: set[int], product: Equation, right: bool):
-        self.program, self.live, self.product = program, live, product
-        (self.logits,) = product.outs
-        ((lc, _), (batch, _)) = product.params["dimension_numbers"]
-        shape, rows = program.avals[self.logits].shape, program.avals[product.ins[0]].ndim - len(lc)
-        of_rows = {*range(rows)} if right else {*range(len(batch)), *range(rows, len(shape))}
-        of_rows = {d for d in of_rows if shape[d] > 1}
-        width = lambda: math.prod([n for d, n in enumerate(shape) if d not in of_rows])
-        self.words = width()
-        if self.words < SMALLEST or not self._is_searched(len(batch)):
-            raise _NoLogits
-        while of_rows:
-            own = [(Label(n),) if d in of_rows else () for d, n in enumerate(shape)]
-            self.sources: dict[int, Rows] = {self.logits: tuple(own)}
-            self._search()
-            self.atoms = labels_of(latest(tuple(own)))
-            combined = {d for d in of_rows if self.combined & {*labels_of((own[d],))}}
-            if not combined or combined == of_rows:
-                return
-            of_rows -= combined  # other rows are cut alone
-            self.words = width() if self.of_queries else self.words
-        raise _NoLogits
-
-    of_queries = False
-
-    def _is_searched(self, batches: int) -> bool:
-        """Tells if a product with so many dimensions of a batch may make logits."""
-        return not batches
-
-    def is_wide(self, v: int, rows: Rows) -> bool:
-        sizes = zip(rows, self.program.avals[v].shape)
-        return WIDER * math.prod([n for labels, n in sizes if not labels]) > self.words
-
-    def _lifts(self, v: int, rows: Rows) -> bool:
-        """Tells if a value that does not depend on the logits is computed in chunks, too."""
-        if v in self.given or not self.is_wide(v, rows) or not any(rows):
-            return False
-        if self.program.made(v)[1] == "dot_general":
-            self.sources[v] = rows
-            raise _Again
-        return True
-
-    why, chunks = "", "chunks"
-    what = "loss {rows} x {summed} -> {words}, {dtype}"
-
-    def _search(self) -> None:
-        """Follows the logits, and other products that are as wide."""
-        while True:
-            self.plan = plan = Plan(self.program, self._lifts)
-            self.combined: set[Label] = set()
-            self.names: set[str] = set()
-            self.given = {v for source in self.sources for v in self.program.maker[source].ins}
-            for v, rows in self.sources.items():
-                made = self.program.maker[v]
-                plan.steps[made] = traced_back(plan.seen(made), rows)
-                plan.rows[v] = rows
-            narrow, self.wide = self._follow()
-            live, self.ends = _without(self.program, narrow)
-            self.left = [v for v in self.wide if v in live]
-            followed = plan.rows.keys() - plan.lost.keys() - {*self.wide}
-            _, later = _without(self.program, sorted(followed))
-            if (total := self._total(later)) is not None:
-                self.ends = later
-            self.total = total
-            try:
-                plan.need([(v, plan.rows[v]) for v in self.ends])
-                return
-            except _Again:
-                continue
-
-    def _is_layer(self, product: Equation, followed: set[int]) -> bool:
-        """Tells if a product of wide values is that of one more layer: these are no logits."""
-        del followed
-        contracted = zip(product.ins, product.params["dimension_numbers"][0])
-        shapes = [(self.program.avals[v].shape, dims) for v, dims in contracted]
-        summed = math.prod([shapes[0][0][i] for i in shapes[0][1]])
-        sizes = [self.program.avals[v].size for v in (*product.outs, self.logits)]
-        return WIDER * summed >= self.words and _HIDDEN * sizes[0] > sizes[1]
-
-    def _total(self, ends: Sequence[int]) -> int | None:
-        """Returns the end whose gradients are computed with it; None for none."""
-        if "scan" in self.program.within or "while" in self.program.within:
-            return None  # each turn would keep a gradient of the kernel's size
-        with contextlib.suppress(Left):
-            one = only_end(self.program, ends)
-            return one if one in self.plan.sums and not any(self.plan.rows[one]) else None
-        return None
-
-    def _follow(self) -> tuple[list[int], list[int]]:
-        """Returns the values that are no longer wide, and those that are."""
-        plan, program = self.plan, self.program
-        narrow, wide, queue, seen = [], [*self.sources], [], set()
-        followed = {*wide}
-
-        def push(values: Sequence[int]) -> None:
-            for reader in [r for v in values for r in program.readers.get(v, ())]:
-                if reader not in seen and reader not in program.shadowing:
-                    seen.add(reader)
-                    heapq.heappush(queue, (reader.index, len(seen), reader))
-
-        push(wide)
-        while queue:
-            made = heapq.heappop(queue)[-1]
-            if not self.live & {*made.outs}:
-                continue
-            is_wide = bool(followed & {*made.ins})
-            last = made.name == "dot_general" and is_wide and self._is_layer(made, followed)
-            if last and not self.of_queries:
-                raise _NoLogits
-            self.names |= _names(made.eqn) if is_wide else set()
-            step = plan.advance(made)
-            if step is not None:
-                for v in made.outs:
-                    if not self.is_wide(v, plan.rows[v]):
-                        narrow += [v] if is_wide else []
-                    elif step.summed:
-                        plan.lost[v] = Combined("it adds up rows", step.summed)
-                        self.combined |= step.summed
-                    else:
-                        wide.append(v)
-                        followed.add(v)
-            elif is_wide:
-                why = plan.lost[made.outs[0]]
-                self.combined |= why.labels if isinstance(why, Combined) else set()
-                self.why = self.why or f"{program.described(made)}: {why}"
-            push(() if last else made.outs)
-        return narrow, wide
-
-    def site(self, quantization: Any) -> Site:
-        """Returns the region's site.
-
-        Raises:
-          Left: where it has to stay, with the reason.
-        """
-        plan, program, atoms, ends = self.plan, self.program, self.atoms, self.ends
-        place = {l: i for i, l in enumerate(atoms)}
-
-        def part(v: int, rows: Rows) -> Part:
-            own, slot = sorted(labels_of(latest(rows)), key=place.__getitem__), plan.slot(v, rows)
-            assert slot is not None
-            return Part(slot, rows, program.avals[v], tuple(own))
-
-        for v in ends:
-            if {*labels_of(latest(plan.rows[v])), *expand(plan.sums.get(v, ()))} != {*atoms}:
-                raise Left("a value at its end is not of all rows")
-        sharding = program.avals[self.logits].sharding
-        if sharding.mesh.explicit_axes:
-            spec = zip(sharding.spec, self.sources[self.logits])
-            if any(entry is not None and not labels for entry, labels in spec):
-                raise Left("its words are split over a mesh")
-        first = lambda read: (-len(labels_of(latest(read[1]))), read[0] not in self.product.ins)
-        reads = sorted(plan.reads, key=first)
-        parts = tuple([part(v, rows) for v, rows, _ in reads])
-        lines = {v: program.line(v) for v in ends}  # the report names the first
-        ends = sorted(ends, key=lambda v: "unknown" in lines[v])
-        made = [part(v, plan.rows[v]) for v in ends]
-        total = None if self.total is None else ends.index(self.total)
-        region = Region(plan, atoms, parts, tuple(made), total, 4 * self.words)
-        count = math.prod([l.size for l in atoms])
-        x = program.avals[self.product.ins[0]]
-        (contracted, _), _ = self.product.params["dimension_numbers"]
-        summed = math.prod([x.shape[i] for i in contracted])
-        when = "in the backward again" if total is None else "gradients at once"
-        more = ", not in fp8 (its equations are the function's own)" if quantization else ""
-        return Site(
-            outs=tuple(ends),
-            reads=tuple([v for v, *_ in reads]),
-            dead=tuple(self.sources),
-            what=self.what.format(rows=count, summed=summed, words=self.words, dtype=x.dtype.name),
-            served=f"rows: its own equations in {self.chunks}, {when}{more}",
-            compute=functools.partial(_computed, region, [v for v, *_ in reads]),
-        )
-
-
-def _computed(region: Region, reads: Sequence[int], read: Callable[[int], Any]) -> list[Any]:
+def computed(region: Region, reads: Sequence[int], read: Callable[[int], Any]) -> list[Any]:
     """Returns the ends of a region."""
     moved = tuple([jnp.issubdtype(p.aval.dtype, jnp.floating) for p in region.ends])
     whole, spec = region.whole, Spec(region, moved)
@@ -618,80 +410,3 @@ def _computed(region: Region, reads: Sequence[int], read: Callable[[int], Any]) 
     numbers = [(*rows, *[len(spec.rows) + 1] * others) for rows, others in spec.arrays()[0]]
     given = [match(a, given[0], dims) for a, dims in zip(given, numbers)]
     return [p.back(y, whole) for p, y in zip(region.ends, rows(spec, *given))]
-
-
-def found(
-    program: Program, live: set[int], wanted: set[int], quantization: Any
-) -> Iterator[Site | tuple[int, str]]:
-    """Yields the regions of a program; a value and the reason where one is left.
-
-    Args:
-      live: the values that it needs without losses' sites.
-      wanted: those that it needs beside all other sites.
-    """
-    from .queries import Queries  # which is a search
-
-    # Rules also read explicit broadcasts of operands, which nothing evaluates.
-    live = live.union(*[e.ins for e in program.equations if live & {*e.outs}])
-    served: set[int] = set()
-    for product in program.equations:
-        if product.name != "dot_general" or product in program.shadowing:
-            continue
-        if not {*product.outs} <= wanted - served:
-            continue
-        searches: list[Search] = []
-        kind = Queries if any(product.params["dimension_numbers"][1]) else Search
-        for right in (True, False):
-            try:
-                searches.append(one := kind(program, live, product, right))
-            except (_NoLogits, Left):
-                continue
-            if one.ends and not one.left:
-                searches = [one]
-                break
-        if kind is Queries:  # else the attention's own row says why
-            searches = [one for one in searches if one.ends and not one.left]
-        both = _both_ways(program, searches)
-        for one in searches[: 1 + both]:
-            is_loss = one.names & _OF_LOSSES and (one.ends or "reduce_sum" in one.names)
-            is_hinge = one.names & _OF_HINGES and one.ends and not one.left
-            if not is_loss and not is_hinge:
-                continue
-            try:
-                if not one.ends or one.left and not both:
-                    raise Left(one.why or "its logits are read as a whole")
-                yield one.site(quantization)
-                served |= {*one.sources}
-            except Left as why:
-                yield product.outs[0], str(why)
-
-
-def _both_ways(program: Program, searches: Sequence[Search]) -> bool:
-    """Tells if a product's rows and its columns are cut, each for the values at their ends.
-
-    So it is in the contrastive losses of pairs; the product is computed for each.
-    """
-    if len(searches) < 2:
-        return False
-    first, second = searches
-    second.ends = [v for v in second.ends if v not in first.ends]
-    live, _ = _without(program, [*first.ends, *second.ends])
-    return bool(second.ends) and not live & {*first.wide, *second.wide}
-
-
-def _without(program: Program, values: Sequence[int]) -> tuple[set[int], list[int]]:
-    """Returns what is needed where something else computes values, and those of them that are."""
-    fake = Site((), (), "", "", compute=lambda read: ())
-    live = program.needed(program.results, {}, dict.fromkeys(values, fake))
-    return live, [v for v in values if v in live]
-
-
-def _names(eqn: Any) -> set[str]:
-    """Returns the names of an equation, and of those of the programs that it calls."""
-    inner = eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
-    return {eqn.primitive.name}.union(*map(_names, inner.eqns if inner else ()))
-
-
-_OF_LOSSES = frozenset("exp exp2 log log1p logistic argmax argmin top_k sort".split())
-_OF_HINGES = frozenset(("gather", "reduce_max"))  # of layers, too, where logits are needed
-_HIDDEN = 64  # how many times larger logits are than a product of them

@@ -320,7 +320,7 @@ def _multiplied(e: Equation, given: Sequence[Any]) -> Any:
         return e.eqn.primitive.bind(*((other, kernel) if side else (kernel, other)), **e.params)
 
     def gradient(other: Any, ct: Any, zeros: Any) -> Any:
-        """As JAX's own, but summed in the dtype of the zeros."""
+        """Returns JAX's own gradients, summed in the dtype of the zeros."""
         free = [i for i in range(other.ndim) if i not in of_other]
         first = 0 if side else ct.ndim - len(free)
         dims = ([*range(first, first + len(free))], free), ((), ())

@@ -295,9 +295,9 @@ if __name__ == "__main__":
     parser.add_argument("--losses", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    from normfuse.layers.fuse import losses, region
+    from normfuse.layers.fuse import losses, search
 
-    region.SMALLEST = losses.SMALLEST = 8
+    search.SMALLEST = losses.SMALLEST = 8
     jax.config.update("jax_enable_x64", True)
     start = time.time()
     failures, served = run_many(range(options.seed, options.seed + options.losses))
