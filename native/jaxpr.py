@@ -1,5 +1,6 @@
 """Walking through jaxprs: an equation's operands, results and line, and the programs within it."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -29,19 +30,23 @@ def results_of(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def evaluate(
-    program: Any, operands: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]]
+    program: Any,
+    operands: Sequence[Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    in_place: bool = False,
 ) -> list[Any]:
     """Evaluates a jaxpr, with constants (`jax.make_jaxpr`'s result, or a `jit`'s) or without.
 
     Args:
       operands: for its arguments: arrays, or whatever else `rule` takes.
       rule: `(equation, operands) -> results`; `results_of` evaluates it as it is.
+      in_place: on the mesh of the caller, not on that where each equation was traced.
     """
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for eqn in jaxpr.eqns:
         read = [value_of(v, values) for v in eqn.invars]
-        with eqn.ctx.manager:
+        with contextlib.nullcontext() if in_place else eqn.ctx.manager:
             values |= zip(eqn.outvars, rule(eqn, read), strict=True)
     return [value_of(v, values) for v in jaxpr.outvars]
 

@@ -353,10 +353,10 @@ def _of_every_row(addend: Addend, ndim: int) -> Any:
 
     def bound(eqn: Any, given: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in JIT:
-            return evaluate(eqn.params["jaxpr"], given, bound)
+            return evaluate(eqn.params["jaxpr"], given, bound, in_place=True)
         return results_of(eqn, equally_varying(*given))  # traced without manual axes
 
-    one: Any = lambda *numbers: evaluate(addend.program, numbers, bound)[0]
+    one: Any = lambda *numbers: evaluate(addend.program, numbers, bound, in_place=True)[0]
     return jax.jit(functools.reduce(lambda f, _: jax.vmap(f), range(ndim), one))
 
 
