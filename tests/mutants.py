@@ -676,6 +676,12 @@ MUTANTS = [
         "if False:",
         "tests/fuse/test_rows.py::test_gradients_come_with_the_loss[of_two_means]",
     ),
+    Mutant(  # a number known at run time divides each chunk
+        "layers/fuse/plan.py",
+        "first = v if constants or any(not program.number(u) for u in others) else first",
+        "first = v if constants else first",
+        "tests/fuse/test_losses.py::test_chunks_are_added_up_before_0_divides_them",
+    ),
     Mutant(  # the gradients of what is returned beside a loss
         "layers/fuse/region.py",
         "    if any(later):",

@@ -26,7 +26,7 @@ from .attention import MASKED, times
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
 from .labels import Labels, arrange, atoms, expand, size
-from .plan import Plan, only_end
+from .plan import Plan, before_factors, only_end
 from .products import unfit
 from .program import Program
 from .rows import Chunk, Rows, latest
@@ -386,13 +386,6 @@ class Totals:
         picked = {loss.picked for loss in losses if loss.picked is not None}
         if len(picked) > 1 or any(loss.entropy for loss in losses):
             raise Left("its rows have more than a log-sum-exp and a label")
-        # In float16 gradients of a mean would be too small.
-        self.times = 1.0
-        if losses[0].dtype == jnp.float16:
-            rows = size(losses[0].rows)
-            if not isinstance(rows, int):
-                raise Left("the number of its rows is not known")
-            self.times = 2.0 ** rows.bit_length()
         wide = jnp.promote_types(losses[0].logits_dtype, jnp.float32)
         types = [wide, wide, *[t for loss in self.used for t in loss.types]]
         types += [program.avals[v].dtype for v, *_ in self.reads]
@@ -424,7 +417,10 @@ class Totals:
                     costs.update(made.outs)
                 moving.update(made.outs if own & moving and made.name != "stop_gradient" else ())
         outside = [v for e in readers if e not in plan.steps for v in e.operands]
-        self.value = only_end(program, plan.rows.keys() & {*program.results, *outside})
+        end = only_end(program, plan.rows.keys() & {*program.results, *outside})
+        # In float16 gradients of a mean would be too small.
+        narrow = self.losses[0].dtype == jnp.float16
+        self.value = before_factors(program, plan.sums, end, constants=narrow)
         if self.value not in moving:  # 0 times NaN would be a gradient
             raise Left("a total without a gradient")
         return costs
@@ -452,7 +448,7 @@ class Totals:
             env[at] = jnp.reshape(next(given), (1,) * self.program.avals[v].ndim)
         alone = Chunk(dict.fromkeys(expand(self.losses[0].rows), 1), {})
         total = jnp.reshape(plan.run(env, alone)[slot(self.value)], ())
-        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.times
+        return total.astype(jnp.promote_types(total.dtype, jnp.float32))
 
     def computed(self, beside: Sequence[Loss], read: Read) -> list[Any]:
         """Returns the total, and the values of losses that others read."""
@@ -465,8 +461,7 @@ class Totals:
         operands, spec = first.logits(read)
         spec = dataclasses.replace(spec, total=self.total)
         words, with_rows = first.words(read), bool(beside)
-        options: Any = {"spec": spec, "scale": 1 / self.times, "with_rows": with_rows}
-        y, *rows = loss_of_rows(*operands, words, *data, **options)
+        y, *rows = loss_of_rows(*operands, words, *data, spec=spec, with_rows=with_rows)
         aval = self.program.avals[self.value]
         values = [loss.added_up(loss.of_rows(*rows, *own[loss])) for loss in beside]
         return [y.astype(aval.dtype).reshape(aval.shape), *values]

@@ -18,6 +18,7 @@ from .program import Program
 from .rows import Chunk, Equation, Rows, Step, computed, inferred, latest, traced_back
 from .sites import Left
 
+_MULTIPLES = "mul", "div", "neg", "convert_element_type", "reshape", "squeeze"
 _OWN = "custom_jvp_call", "custom_vjp_call"
 
 
@@ -219,6 +220,25 @@ def only_end(program: Program, ends: Container[int]) -> int:
         if reached:
             break
     raise Left("a loss of several ends")
+
+
+def before_factors(
+    program: Program, sums: Container[int], total: int, constants: bool = False
+) -> int:
+    """Returns the sum that a total is a multiple of, by numbers that are known at run time.
+
+    These multiply the sum of all chunks, as in the program: a 0 that divides chunks makes NaN of
+    infinities of both signs, or of a chunk that is 0. With `constants` so do all others.
+    """
+    first = v = total
+    while (made := program.maker.get(v)) is not None and made.name in _MULTIPLES:
+        own = [u for u in made.ins if u in sums]
+        if len(own) != 1:
+            break
+        v = own[0]
+        others = [u for u in made.ins if u != v]
+        first = v if constants or any(not program.number(u) for u in others) else first
+    return first
 
 
 # ---------------------------------------------------------------- programs within equations

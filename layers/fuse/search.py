@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .labels import Label, expand
-from .plan import Plan, only_end
+from .plan import Plan, before_factors, only_end
 from .program import Equation, Program
 from .region import Part, Region, computed
 from .rows import Combined, Rows, labels_of, latest, traced_back
@@ -110,9 +110,11 @@ class Search:
             self.left = [v for v in self.wide if v in live]
             followed = plan.rows.keys() - plan.lost.keys() - {*self.wide}
             _, later = _without(self.program, sorted(followed))
-            if (total := self._total(later)) is not None:
-                self.ends = later
-            self.total = total
+            self.total = self._total(later)
+            if self.total is not None:
+                total = before_factors(self.program, plan.sums, self.total)
+                self.ends = [*dict.fromkeys(total if v == self.total else v for v in later)]
+                self.total = total
             try:
                 plan.need([(v, plan.rows[v]) for v in self.ends])
                 return

@@ -185,3 +185,15 @@ def test_float16_divides_gradients_by_the_count_last(rng):
     exact = jax.jit(jax.grad(function, (0, 1)))(*[a.astype(jnp.float32) for a in half])
     for a, b in zip(found, exact, strict=True):
         assert np.linalg.norm(np.float32(a) - b) < 2.0**-11 * np.linalg.norm(b)
+
+
+def test_chunks_are_added_up_before_0_divides_them(rng):
+    """Each row by itself would be infinite, of both signs, and their sum NaN."""
+    x, w, _, y = next(numbers(rng))
+    signs = np.where(np.arange(ROWS) % 2, 1.0, -1.0)
+    function = lambda x, w, signs: (cost(x @ w, y) * signs).sum() / signs.sum()
+    fused = Fused(function)
+    found, want = (jax.jit(f)(x, w, signs) for f in (fused, function))
+    assert np.isinf(want)
+    np.testing.assert_array_equal(found, want)
+    assert ": sum" in str(fused)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpy_interpreter import evaluated
 
 from normfuse import fuse
-from normfuse.layers.fuse import region
+from normfuse.layers.fuse import search
 
 ROWS, FEATURES, WORDS = 67, 8, 1030  # no chunk of rows divides these
 
@@ -480,7 +480,7 @@ def test_what_stays(loss):
 
 
 def test_random_losses(monkeypatch):
-    monkeypatch.setattr(region, "SMALLEST", 8)
+    monkeypatch.setattr(search, "SMALLEST", 8)
     with jax.enable_x64(True):
         failed, counts = fuzz_losses.run_many(range(12))
     assert not failed
