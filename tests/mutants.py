@@ -440,7 +440,7 @@ MUTANTS = [
         "tests/layers/test_strict.py::test_every_op_under_strict_settings[rms_norm before]",
     ),
     Mutant(  # of symbolic rows the last chunk alone
-        "layers/cross_entropy/op.py",
+        "layers/cross_entropy/chunks.py",
         "lax.fori_loop(0, jnp.asarray(rows // size), following, carry)",
         "lax.fori_loop(0, 0 * jnp.asarray(rows // size), following, carry)",
         "tests/layers/test_symbolic.py::test_export_with_symbolic_dimensions[loss, in chunks]",

@@ -43,17 +43,11 @@ from ..core.op import (
 )
 from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
 from ..quantization.quantize import E5M2, MULTIPLE, Codes, fits, quantize_kernel
-from . import softmax
+from . import chunks, softmax
 from .softmax import Softmax
 
-CHUNK_BYTES = 2**29
-"""Bytes of a chunk's logits. Larger chunks add to the sum of the kernel's gradient less often."""
-CODED_CHUNK_BYTES = 7 * 2**27
-"""The same of logits and the codes of their gradient, which are there at one time in FP8."""
-_MULTIPLE = 128  # rows of a GEMM's tile
 _LAST = 2**31 - 1  # no word
 _FEW_WORDS = 1024  # fewer are not worth a copy of the kernel
-_SYMBOLIC_WORDS = 1 << 17  # a vocabulary's whose size is not known yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,22 +101,6 @@ class Spec:
     def op(self) -> str:
         """The function the user called."""
         return self.softmax.op
-
-
-def chunk_rows(rows: int, vocabulary: int, itemsize: int, bytes: int = CHUNK_BYTES) -> int:
-    """Returns the rows of a chunk of so many bytes: as equal as multiples of 128 allow.
-
-    Of symbolic sizes, which are known when the program runs, it is a number all the same.
-    """
-    vocabulary = vocabulary if isinstance(vocabulary, int) else _SYMBOLIC_WORDS
-    most = max(bytes // max(vocabulary * itemsize, 1), 1)
-    unit = min(_MULTIPLE, most)
-    if not isinstance(rows, int):
-        return most // unit * unit
-    if rows <= most:
-        return rows
-    chunks = -(-rows // (most // unit * unit))
-    return -(-rows // (chunks * unit)) * unit
 
 
 # ---------------------------------------------------------------- definition, in plain JAX
@@ -269,7 +247,7 @@ def _cuda_addend(target: Any, dot: Contraction, *operands: Array) -> list[Array]
     XLA's autotuner takes the product with its addition, as Triton might compute them. Where cuBLAS
     is faster, it adds FP8's out of place, and a loop copies the sum back: 1 GB for each chunk.
     Triton does not know this algorithm, the same as the default of cuBLAS. From JAX 0.12 it cannot
-    be compiled for GPUs that are only described, and the integers of `_in_chunks` are enough.
+    be compiled for GPUs that are only described, and the integers of `chunks.in_chunks` are enough.
     """
     if jax.__version_info__ >= (0, 12) or target.capability < CAPABILITY:
         return _multiply(dot, *operands)
@@ -369,52 +347,11 @@ def _of_words(spec: Spec, found: Sequence[Array], words: int) -> list[Array]:
     return [*found[:count], *cut]
 
 
-def _bits(kind: str, arrays: Sequence[Array]) -> list[Array]:
-    """Returns the arrays as "int" or "float" of the same bits."""
-    return [lax.bitcast_convert_type(a, f"{kind}{8 * a.dtype.itemsize}") for a in arrays]
-
-
-def _in_chunks(
-    chunk: Callable[..., tuple[list[Array], list[Array]]], arrays: Sequence[Array], size: int
-) -> list[Array]:
-    """Returns `chunk`'s results for all rows, `size` at a time: rows, then sums.
-
-    `chunk` is `(sums or None, *arrays) -> (rows' results, sums)` for a part of the rows, the first
-    dimension of each of the arrays.
-    """
-    rows = arrays[0].shape[0]
-    # The remainder comes first: sums begin with it, rather than with zeros to be written and read.
-    first = rows % size or size if isinstance(rows, int) else rows % size
-    take = lambda start, count: [lax.dynamic_slice_in_dim(a, start, count) for a in arrays]
-    put = lambda into, part, start: lax.dynamic_update_slice_in_dim(into, part, start, 0)
-    if not isinstance(rows, int):  # symbolic: nobody knows yet that a slice is no larger
-        at = lambda start, count: start + jnp.arange(count)
-        take = lambda start, count: [jnp.take(a, at(start, count), 0, mode="clip") for a in arrays]
-        put = lambda into, part, start: into.at[at(start, part.shape[0])].set(part, mode="drop")
-    results, sums = chunk(None, *take(0, first))
-    if isinstance(rows, int) and first == rows:
-        return [*results, *sums]
-    every = [put(jnp.zeros((rows, *r.shape[1:]), r.dtype), r, 0) for r in results]
-
-    def step(carry: Any, start: Array) -> tuple[Any, None]:
-        every, sums = carry
-        results, sums = chunk(_bits("float", sums), *take(start, size))
-        return ([put(e, r, start) for e, r in zip(every, results)], _bits("int", sums)), None
-
-    carry = every, _bits("int", sums)
-    if isinstance(rows, int):
-        (every, sums), _ = lax.scan(step, carry, first + size * jnp.arange((rows - first) // size))
-    else:  # a scan has a step at least
-        following = lambda i, carry: step(carry, first + size * i)[0]
-        every, sums = lax.fori_loop(0, jnp.asarray(rows // size), following, carry)
-    return [*every, *_bits("float", sums)]
-
-
 def _size(spec: Spec, x: Array, w: Array, more: int = 0) -> int:
     rows, codes, itemsize = x.shape[0], spec.softmax.codes, jnp.dtype(spec.logits).itemsize
-    bytes = (CODED_CHUNK_BYTES if codes else CHUNK_BYTES) + more
+    bytes = (chunks.CODED_CHUNK_BYTES if codes else chunks.CHUNK_BYTES) + more
     itemsize += codes.has_q + codes.has_qt if codes else 0
-    best = chunk_rows(rows, w.shape[1 - spec.contract], itemsize, bytes)
+    best = chunks.chunk_rows(rows, w.shape[1 - spec.contract], itemsize, bytes)
     return min(rows, spec.chunk or best) if isinstance(rows, int) else spec.chunk or best
 
 
@@ -444,7 +381,7 @@ def _statistics_body(
 
     flat, shape = x.reshape(labels.size, x.shape[-1]), labels.shape
     arrays = [flat, part.local(labels).reshape(-1)]
-    found = _in_chunks(chunk, arrays, _size(spec, flat, w))
+    found = chunks.in_chunks(chunk, arrays, _size(spec, flat, w))
     return [r.reshape(shape) for r in part.whole(*found)]
 
 
@@ -472,7 +409,7 @@ def _argmax_body(
         return [lax.pmin(word, part.axes)], []
 
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    (words,) = _in_chunks(chunk, [flat], _size(spec, flat, w))
+    (words,) = chunks.in_chunks(chunk, [flat], _size(spec, flat, w))
     return [words.reshape(x.shape[:-1])]
 
 
@@ -550,7 +487,9 @@ def _loss_gradients_body(
 
     def run(*arrays):
         own, size = _parts(spec, split, x.ndim, arrays[0], w)
-        return _of_words(spec, _in_chunks(functools.partial(chunk, own), arrays, size), part.size)
+        return _of_words(
+            spec, chunks.in_chunks(functools.partial(chunk, own), arrays, size), part.size
+        )
 
     return _each_group(spec, split, run, x, part.local(labels), *data, results=3)
 
@@ -568,7 +507,9 @@ def _gradients_body(
         return _added(spec, order, sums, x, [w, *codes], g, *rows[2:])
 
     def run(*arrays):
-        return _of_words(spec, _in_chunks(chunk, arrays, _size(spec, arrays[0], w)), part.size)
+        return _of_words(
+            spec, chunks.in_chunks(chunk, arrays, _size(spec, arrays[0], w)), part.size
+        )
 
     return _each_group(spec, split, run, x, part.local(labels), rows[0], *factors, results=0)
 

@@ -37,7 +37,7 @@ from ..core.op import (
     vary,
     varying_axes,
 )
-from ..cross_entropy.op import CHUNK_BYTES
+from ..cross_entropy.chunks import CHUNK_BYTES
 from .labels import Label, Labels, expand
 from .plan import Plan
 from .rows import Chunk, Rows, Summed, latest

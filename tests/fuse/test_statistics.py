@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import fuse
-from normfuse.layers.cross_entropy import op
+from normfuse.layers.cross_entropy import chunks
 from normfuse.layers.cross_entropy.linear import Options, best_words
 
 ROWS, N, V = (2, 6), 8, 16
@@ -164,7 +164,7 @@ def test_an_entropy_with_a_bias_of_minus_infinity_is_nan_as_theirs():
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P(None, "b"), P(None, ("a", "b"))])
 def test_a_split_vocabulary_has_the_first_of_the_best(eight_devices, types, spec, monkeypatch):
-    monkeypatch.setattr(op, "CHUNK_BYTES", 4 * 5 * V)  # five rows a chunk
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 5 * V)  # five rows a chunk
     x, kernel, _ = operands()
     mesh = jax.make_mesh((2, 4), ("a", "b"), (types, types), devices=eight_devices)
     rows = P() if "a" in spec[1] else P("a")

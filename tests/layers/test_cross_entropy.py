@@ -13,7 +13,7 @@ from combinations import half
 from reference import wide
 
 from normfuse import linear_cross_entropy
-from normfuse.layers.cross_entropy.op import chunk_rows
+from normfuse.layers.cross_entropy.chunks import chunk_rows
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 SHAPE, N, VOCABULARY, IGNORE = (3, 14), 24, 57, -100
