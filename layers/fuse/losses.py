@@ -391,7 +391,7 @@ class Totals:
         types += [program.avals[v].dtype for v, *_ in self.reads]
         try:
             own = jax.make_jaxpr(self._of_row)(*[jax.ShapeDtypeStruct((), t) for t in types])
-        except Exception as error:
+        except (TypeError, ValueError) as error:  # of shapes
             raise Left("its equations are not of one row") from error
         steps = [step for _, step, *_ in plan.order]
         calls = tuple([step.call for step in steps if step.call is not None])

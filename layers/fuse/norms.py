@@ -150,10 +150,11 @@ def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
         return None
     if a == b or _same(a, b):
         return _squared(a)
+    if (norm := _normalised(g, a, b) or _normalised(g, b, a)) is not None:
+        return norm  # x of one row could be a scale of its statistic, too
     for one, two, other in (a, b, made.ins[1]), (b, a, made.ins[0]):
-        found = _scaled(g, one, other) or _normalised(g, one, two) or _regrouped(g, one, two)
-        if found is not None:
-            return found
+        if (scaled := _scaled(g, one, other) or _regrouped(g, one, two)) is not None:
+            return scaled
     return None
 
 

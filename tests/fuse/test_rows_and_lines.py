@@ -169,11 +169,10 @@ def capped(x, w, b, y):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], 1))
 
 
-@pytest.mark.parametrize(("words", "served"), [(2048, True), (512, False)])
-def test_a_loss_with_a_bias_and_a_soft_cap_has_a_row(words, served):
-    """No kernel takes both; rows do, where logits are worth it."""
-    x, w, b = draws((32, 16), (16, words), (words,))
+def test_a_loss_with_a_bias_and_a_soft_cap_has_a_row():
+    """No kernel takes both; rows do."""
+    x, w, b = draws((32, 16), (16, 2048), (2048,))
     args = x, w, b, jnp.arange(32) * 7
     fuse_cases.compare(capped, args)
     (row,) = [row for row in rows_of(capped, *args) if row.domain == "loss"]
-    assert bool(row.served) is served and (row.served or row.reason)
+    assert row.served
