@@ -122,6 +122,7 @@ def numbers(rng):
 
 
 def check(rng, name, loss):
+    fused, program = None, ""
     for x, w, m, y in numbers(rng):
         function = lambda x, w, m, y: loss(x @ w, m, y)
         (got, want), fused, program = both_ways(function, x, w, m, y)
