@@ -546,7 +546,8 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
         of_lse, of_cost = total.slopes(rows, labels, nan, *data)
         has_part = (of_lse != 0) | (of_cost != 0)
         # Counted with the total: devices add up once.
-        both = jnp.sum(jnp.stack((values, has_part)), range(1, 1 + values.ndim))
+        both = jnp.stack((values, has_part.astype(values.dtype)))
+        both = jnp.sum(both, range(1, 1 + values.ndim))
         value, any_has = both[0].astype(values.dtype), both[1] > 0
         if moving[0] is not None:
             parts.append(jnp.sum(jnp.where(has_part, dot(gradients.pop(0), along.pop(0), -1), 0)))
