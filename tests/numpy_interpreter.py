@@ -276,24 +276,20 @@ def _(params, x):
     return NotImplemented if params["dimensions"] else x.reshape(params["new_sizes"])
 
 
-@rule("squeeze")
-def _(params, x):
-    return np.squeeze(x, params["dimensions"])
+def _laid_out(function, parameter):
+    def rule(params, x):
+        return function(x, params[parameter])
+
+    return rule
 
 
-@rule("expand_dims")
-def _(params, x):
-    return np.expand_dims(x, params["dimensions"])
-
-
-@rule("transpose")
-def _(params, x):
-    return np.transpose(x, params["permutation"])
-
-
-@rule("rev")
-def _(params, x):
-    return np.flip(x, params["dimensions"])
+for name, function, parameter in (
+    ("squeeze", np.squeeze, "dimensions"),
+    ("expand_dims", np.expand_dims, "dimensions"),
+    ("transpose", np.transpose, "permutation"),
+    ("rev", np.flip, "dimensions"),
+):
+    RULES[name] = _laid_out(function, parameter)
 
 
 @rule("concatenate")

@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 
 from ...native.jaxpr import bodies
 from .constants import COMPARED
-from .labels import MOVED, UNCHANGED
+from .labels import LAID_OUT
 from .parameters import ends_choices
 from .program import Equation, Program, inner_programs
 
@@ -38,10 +38,7 @@ _ENDS = frozenset(
 )
 _MULTIPLY = "attention", "cross_entropy", "product", "tangent"
 """Operations of ours with one of these in their names end it likewise."""
-_LAID_OUT = frozenset(
-    (*MOVED, *UNCHANGED, "copy_p", "reduce_precision", "reshard", "stop_gradient")
-)
-_FOLLOWED = _LAID_OUT | frozenset(
+_FOLLOWED = LAID_OUT | frozenset(
     "abs acos acosh add add_any all_gather all_gather_invariant all_gather_reduced all_to_all "
     "asin asinh atan atan2 atanh cbrt clamp complex concatenate conj cos cosh cumlogsumexp cummax "
     "cummin cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice erf erf_inv "

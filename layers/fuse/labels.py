@@ -37,6 +37,8 @@ UNCHANGED = "convert_element_type", "copy", "name", "sharding_constraint", "pvar
 """Equations whose results have their operand's dimensions, and its values but for a cast."""
 MOVED = "broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"
 """Equations whose results have their operand's values in other dimensions."""
+LAID_OUT = frozenset((*MOVED, *UNCHANGED, "copy_p", "reduce_precision", "reshard", "stop_gradient"))
+"""All whose results are their one operand, but for a cast, its gradient or where it lies."""
 
 Labels = tuple[Label, ...]
 Dims = tuple[Labels, ...]

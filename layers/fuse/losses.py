@@ -26,7 +26,7 @@ from .attention import MASKED, times
 from .constants import ARITHMETIC
 from .forms import Form, Scores, Term
 from .labels import Labels, arrange, atoms, expand, size
-from .plan import Plan, before_factors, only_end
+from .plan import Plan, before_factors, needed_beside, only_end, read_by_rules
 from .products import unfit
 from .program import Program
 from .rows import Chunk, Rows, latest
@@ -474,16 +474,11 @@ def _site(program: Program, losses: Sequence[Loss]) -> Site:
     """Returns the site of losses of one product."""
     first, values = losses[0], [loss.value for loss in losses]
     reads = [r for loss in losses for r in loss.reads]
-
-    def needed(outs: Sequence[int]) -> set[int]:
-        sites = dict.fromkeys(outs, first.site(outs, reads, "", "", None))
-        return program.needed(program.results, {}, sites)
-
     try:
-        live = needed(values)
-        totals = Totals(program, losses, live.union(*_broadcasts(program, live)))
+        live = needed_beside(program, values, reads)
+        totals = Totals(program, losses, read_by_rules(program, live))
         reads += [v for v, *_ in totals.reads]
-        live = needed([totals.value])
+        live = needed_beside(program, [totals.value], reads)
         beside = [loss for loss in losses if loss.value in live and loss.value != totals.value]
         values = [totals.value, *[loss.value for loss in beside]]
         compute = functools.partial(totals.computed, beside)
@@ -504,11 +499,6 @@ def _site(program: Program, losses: Sequence[Loss]) -> Site:
     }
     served = f"linear_cross_entropy: {said(parts)}"
     return first.site(values, reads, "", served, compute)
-
-
-def _broadcasts(program: Program, live: set[int]) -> Iterator[list[int]]:
-    """Yields what rules read: also explicit broadcasts of operands, which nothing evaluates."""
-    return (e.ins for e in program.equations if live & {*e.outs})
 
 
 def _dtypes(g: Program, found: Operands) -> tuple[Any, Any, float]:
@@ -578,7 +568,7 @@ def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, st
             groups.setdefault((one.of.base, one.of.axis, one.rows), []).append(one)
         else:
             yield one
-    live = program.needed(program.results, {}, {})
+    live = needed_beside(program, ())
     for group in groups.values():
         group = [loss for loss in group if loss.value in live]
         values = [loss.value for loss in group]

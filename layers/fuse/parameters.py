@@ -16,7 +16,7 @@ import contextlib
 from typing import Any
 
 from .closure import Origin
-from .labels import MOVED, UNCHANGED
+from .labels import LAID_OUT
 from .program import Equation, Program
 from .sites import Left
 
@@ -168,7 +168,4 @@ def _is_codebook(g: Program, made: Equation, root: int) -> bool:
     return False
 
 
-_PARTS = frozenset(
-    (*MOVED, *UNCHANGED, "copy_p", "dynamic_slice", "reduce_precision", "reshard", "slice")
-    + ("stop_gradient",)
-)
+_PARTS = LAID_OUT | {"slice", "dynamic_slice"}

@@ -1,7 +1,7 @@
 """The equations that compute values for a chunk of rows, and the programs within them."""
 
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from .labels import Label
 from .program import Equation as Made
 from .program import Program
 from .rows import Chunk, Equation, Rows, Step, computed, inferred, latest, traced_back
-from .sites import Left
+from .sites import Left, Site
 
 _MULTIPLES = "mul", "div", "neg", "convert_element_type", "reshape", "squeeze"
 _OWN = "custom_jvp_call", "custom_vjp_call"
@@ -196,6 +196,17 @@ class Plan:
 
 def _is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
+
+
+def needed_beside(program: Program, values: Iterable[int], reads: Iterable[int] = ()) -> set[int]:
+    """Returns the values that are needed where something else computes `values`, from `reads`."""
+    other = Site((), tuple(reads), "", "", compute=lambda read: ())
+    return program.needed(program.results, {}, dict.fromkeys(values, other))
+
+
+def read_by_rules(program: Program, live: set[int]) -> set[int]:
+    """Returns what is live, and the explicit broadcasts that rules read and nothing evaluates."""
+    return live.union(*[e.ins for e in program.equations if live & {*e.outs}])
 
 
 def only_end(program: Program, ends: Container[int]) -> int:

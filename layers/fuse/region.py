@@ -2,7 +2,8 @@
 
 A region begins at wide products, the logits, and ends where values are no longer wide: a number for
 each row, or a total. The equations between, and those of others that are as wide, are computed for
-a chunk of rows after the other; in the backward once more, with each chunk's gradients.
+a chunk of rows after the other: with its gradients where one total alone is differentiated, else in
+the backward once more.
 """
 
 import dataclasses

@@ -1,8 +1,4 @@
-"""Finds losses of large logits, and attention of many scores, that are computed row by row.
-
-A region begins at wide products, the logits, and ends where values are no longer wide: a number for
-each row, or a total.
-"""
+"""Finds the regions of losses of large logits, and of attention with many scores; see `region`."""
 
 import contextlib
 import functools
@@ -12,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .labels import Label, expand
-from .plan import Plan, before_factors, only_end
+from .plan import Plan, before_factors, needed_beside, only_end, read_by_rules
 from .program import Equation, Program
 from .region import Part, Region, computed
 from .rows import Combined, Rows, labels_of, latest, traced_back
@@ -106,15 +102,15 @@ class Search:
                 plan.steps[made] = traced_back(plan.seen(made), rows)
                 plan.rows[v] = rows
             narrow, self.wide = self._follow()
-            live, self.ends = _without(self.program, narrow)
+            live = needed_beside(self.program, narrow)
             self.left = [v for v in self.wide if v in live]
-            followed = plan.rows.keys() - plan.lost.keys() - {*self.wide}
-            _, later = _without(self.program, sorted(followed))
-            self.total = self._total(later)
-            if self.total is not None:
-                total = before_factors(self.program, plan.sums, self.total)
-                self.ends = [*dict.fromkeys(total if v == self.total else v for v in later)]
-                self.total = total
+            self.ends, self.total = [v for v in narrow if v in live], None
+            followed = sorted(plan.rows.keys() - plan.lost.keys() - {*self.wide})
+            live = needed_beside(self.program, followed)
+            later = [v for v in followed if v in live]
+            if (end := self._total(later)) is not None:
+                self.total = before_factors(self.program, plan.sums, end)
+                self.ends = [*dict.fromkeys(self.total if v == end else v for v in later)]
             try:
                 plan.need([(v, plan.rows[v]) for v in self.ends])
                 return
@@ -254,8 +250,7 @@ def found(
       live: the values that it needs without losses' sites.
       wanted: those that it needs beside all other sites.
     """
-    # Rules also read explicit broadcasts of operands, which nothing evaluates.
-    live = live.union(*[e.ins for e in program.equations if live & {*e.outs}])
+    live = read_by_rules(program, live)
     served: set[int] = set()
     for product in program.equations:
         if product.name != "dot_general" or product in program.shadowing:
@@ -298,15 +293,8 @@ def _both_ways(program: Program, searches: Sequence[Search]) -> bool:
         return False
     first, second = searches
     second.ends = [v for v in second.ends if v not in first.ends]
-    live, _ = _without(program, [*first.ends, *second.ends])
+    live = needed_beside(program, [*first.ends, *second.ends])
     return bool(second.ends) and not live & {*first.wide, *second.wide}
-
-
-def _without(program: Program, values: Sequence[int]) -> tuple[set[int], list[int]]:
-    """Returns what is needed where something else computes values, and those of them that are."""
-    fake = Site((), (), "", "", compute=lambda read: ())
-    live = program.needed(program.results, {}, dict.fromkeys(values, fake))
-    return live, [v for v in values if v in live]
 
 
 def _names(eqn: Any) -> set[str]:
