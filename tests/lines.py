@@ -21,7 +21,7 @@ MOST_BRANCHES, MOST_PARAMETERS = 20, 10
 # queries, kernels with a batch dimension, and rows that see nothing, evaluated and not derived;
 # what scores.py says of picks and averages goes where rows serve as fast.
 LIMITS = {
-    "lines of the package": 29_150,
+    "lines of the package": 29_160,
     "lines of C++ and CUDA": 6_150,
     "lines of layers/fuse": 8_900,
     "lines of benchmarks": 3_500,

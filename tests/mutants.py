@@ -682,6 +682,18 @@ MUTANTS = [
         "first = v if constants else first",
         "tests/fuse/test_losses.py::test_chunks_are_added_up_before_0_divides_them",
     ),
+    Mutant(  # gradients of a total alone, whose factors may be 0 / 0
+        "layers/fuse/search.py",
+        "if numbers & (plan.rows.keys() | plan.lost.keys()):",
+        "if True:",
+        "tests/fuse/test_rows.py::test_means_of_no_rows[product-square]",
+    ),
+    Mutant(  # NaN comes back to rows without a part in a total
+        "layers/fuse/region.py",
+        "jnp.sum(jnp.where(g == 0, 0, g * t))",
+        "jnp.sum(g * t)",
+        "tests/fuse/test_rows.py::test_means_of_no_rows[root-square]",
+    ),
     Mutant(  # the gradients of what is returned beside a loss
         "layers/fuse/region.py",
         "    if any(later):",

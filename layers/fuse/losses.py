@@ -420,7 +420,7 @@ class Totals:
         end = only_end(program, plan.rows.keys() & {*program.results, *outside})
         # In float16 gradients of a mean would be too small.
         narrow = self.losses[0].dtype == jnp.float16
-        self.value = before_factors(program, plan.sums, end, constants=narrow)
+        self.value, _ = before_factors(program, plan.sums, end, constants=narrow)
         if self.value not in moving:  # 0 times NaN would be a gradient
             raise Left("a total without a gradient")
         return costs

@@ -167,7 +167,7 @@ class Plan:
                 slots = [self._new(u, r) for u, r in zip(made.outs, step.outs)]
                 planned.append((made, step, slots))
                 stack += zip(made.ins, step.ins)
-            elif x is not None and not self.program.avals[v].ndim and not _is_traced(x):
+            elif x is not None and not self.program.avals[v].ndim and not isinstance(x, Tracer):
                 self.consts[self._new(v, rows)] = x
             else:
                 self.reads.append((v, rows, self._new(v, rows)))
@@ -192,10 +192,6 @@ class Plan:
         for _, step, ins, outs in self.order:
             env |= zip(outs, computed(step, [env[slot] for slot in ins], chunk), strict=True)
         return env
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, Tracer)
 
 
 def needed_beside(program: Program, values: Iterable[int], reads: Iterable[int] = ()) -> set[int]:
@@ -235,21 +231,23 @@ def only_end(program: Program, ends: Container[int]) -> int:
 
 def before_factors(
     program: Program, sums: Container[int], total: int, constants: bool = False
-) -> int:
-    """Returns the sum that a total is a multiple of, by numbers that are known at run time.
+) -> tuple[int, list[Made]]:
+    """Returns the sum that a total is a multiple of, by numbers that are known at run time, and the
+    equations in between.
 
     These multiply the sum of all chunks, as in the program: a 0 that divides chunks makes NaN of
     infinities of both signs, or of a chunk that is 0. With `constants` so do all others.
     """
-    first = v = total
+    v, passed, count, first = total, [], 0, total
     while (made := program.maker.get(v)) is not None and made.name in _MULTIPLES:
         own = [u for u in made.ins if u in sums]
         if len(own) != 1:
             break
-        v = own[0]
-        others = [u for u in made.ins if u != v]
-        first = v if constants or any(not program.number(u) for u in others) else first
-    return first
+        (v,) = own
+        passed.append(made)
+        if constants or any(not program.number(u) for u in made.ins if u != v):
+            first, count = v, len(passed)
+    return first, passed[:count][::-1]
 
 
 # ---------------------------------------------------------------- programs within equations

@@ -42,6 +42,7 @@ from ..cross_entropy.chunks import CHUNK_BYTES
 from .labels import Label, Labels, expand
 from .plan import Plan
 from .rows import Chunk, Rows, Summed, latest
+from .rows import computed as computed_step
 
 _PARTS, _FEW = 8, 16  # chunks of rows, but not of fewer than these
 
@@ -97,6 +98,8 @@ class Region:
     Attributes:
       atoms: the labels of the rows.
       total: the end whose gradients are computed with the ends; None for none.
+      summed: the slot of what chunks add up to it, and the steps from there: it is a multiple, by
+        numbers that are known at run time, which may divide by 0.
       width: bytes of a row's logits.
     """
 
@@ -105,6 +108,7 @@ class Region:
     reads: tuple[Part, ...]
     ends: tuple[Part, ...]
     total: int | None
+    summed: tuple[int | None, Sequence[tuple[Any, ...]]]
     width: int
 
     def __repr__(self) -> str:
@@ -118,7 +122,7 @@ class Region:
         ]
         arrays = [(p.slot, of_rows([p.rows]), p.aval.str_short()) for p in self.reads + self.ends]
         sizes = [l.size for l in self.atoms]
-        text = f"{sizes}{steps}{arrays}{self.plan.consts}{self.width}{self.total}"
+        text = f"{sizes}{steps}{arrays}{self.plan.consts}{self.width}{self.total}{self.summed[0]}"
         return f"Region({hashlib.sha256(text.encode()).hexdigest()})"
 
     @property
@@ -132,12 +136,24 @@ class Region:
         slots = self.plan.multiplied()
         return [p.aval.dtype.name in NARROW and not p.atoms and p.slot in slots for p in self.reads]
 
-    def run(self, chunk: Chunk, *operands: Any) -> list[Any]:
-        """Returns the ends of a chunk, with rows first, as its operands are."""
+    def run(self, chunk: Chunk, *operands: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the ends of a chunk, with rows first, as its operands are; and what they are of
+        all rows, where a total is still to be multiplied."""
         back = lambda p, x: x if isinstance(x, Summed) else p.back(x, chunk)
         given = {p.slot: back(p, x) for p, x in zip(self.reads, operands, strict=True)}
         env = self.plan.run(given, chunk)
-        return [p.first(env[p.slot], chunk) for p in self.ends]
+        ends = [p.first(env[p.slot], chunk) for p in self.ends]
+        slot = self.summed[0]
+        return ends, [env[slot] if slot and i == self.total else y for i, y in enumerate(ends)]
+
+    def multiplied(self, total: Any, *operands: Any) -> Any:
+        """Returns the total of all chunks as the end that it is."""
+        slot, steps = self.summed
+        env = {slot: total} | self.plan.consts
+        env |= {p.slot: x for p, x in zip(self.reads, operands) if not p.atoms}
+        for step, ins, outs in steps:
+            env |= zip(outs, computed_step(step, [env[i] for i in ins], self.whole), strict=True)
+        return env[self.ends[self.total or 0].slot]
 
 
 # ---------------------------------------------------------------- operations
@@ -198,11 +214,9 @@ class Spec:
 
     def function(self, chunk: Chunk) -> Callable[..., list[Any]]:
         """Returns the function of a chunk's operands, whose gradients of kernels are float32."""
-        run: Callable[..., list[Any]] = functools.partial(self.region.run, chunk)
-        for has in self.vmaps[::-1]:
-            run = jax.vmap(run, [0 if h else None for h in has])
+        run = self._mapped(functools.partial(self.region.run, chunk))
         if (wanted := self.wanted) is None:
-            return run
+            return lambda *operands: run(*operands)[1]
         kernels = [*itertools.compress(self.region.kernels, wanted)]
 
         def pulled(*operands: Any) -> list[Any]:
@@ -212,17 +226,31 @@ class Spec:
             def moving(*along: Any) -> Any:
                 pairs = zip(along, some, kernels)
                 given = in_places([Summed(a, d) if k else d for d, a, k in pairs], wanted)
-                ends = run(*[a if d is None else d for d, a in zip(given, reads)])
-                return [*itertools.compress(ends, self.moved)], ends
+                ends, values = run(*[a if d is None else d for d, a in zip(given, reads)])
+                return [*itertools.compress(ends, self.moved)], values
 
             zeros = lambda a: jnp.zeros_like(a, jnp.float32)
             along = [zeros(a) if k else a for a, k in zip(some, kernels)]
-            totals, pull, ends = jax.vjp(moving, *along, has_aux=True)
+            totals, pull, values = jax.vjp(moving, *along, has_aux=True)
             if self.once:
                 cts = [vary(jnp.ones_like(t), varying_axes(t)) for t in totals]
-            return [*(ends if self.once else ()), *pull(cts)]
+            return [*(values if self.once else ()), *pull(cts)]
 
         return pulled
+
+    def _mapped(self, function: Callable[..., Any], *more: int) -> Callable[..., Any]:
+        """Returns a function of operands, after `more`, for what vmaps give."""
+        for has in self.vmaps[::-1]:
+            function = jax.vmap(function, (*more, *[0 if h else None for h in has]))
+        return function
+
+    def finished(self, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """Returns the results of all chunks: with the total as the end that it is, in dtypes."""
+        results, total = [*results], self.region.total
+        if total is not None and self.region.summed[1] and (self.once or self.wanted is None):
+            multiplied = self._mapped(self.region.multiplied, 0)
+            results[total] = multiplied(results[total], *operands)
+        return [y.astype(dtype) for y, dtype in zip(results, self.dtypes(), strict=True)]
 
 
 def _dims(spec: Spec, *ndims: int) -> Dims:
@@ -242,8 +270,7 @@ def _undivided(spec: Spec, *ndims: int) -> tuple[int, ...]:
 
 def _define(spec: Spec, *operands: Array) -> list[Array]:
     """The equations as they stand."""
-    results = spec.function(spec.region.whole)(*operands)
-    return [y.astype(dtype) for y, dtype in zip(results, spec.dtypes(), strict=True)]
+    return spec.finished(spec.function(spec.region.whole)(*operands), operands)
 
 
 def _sizes(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
@@ -294,8 +321,8 @@ def _body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Arra
 
     def step(sizes: Sequence[int], into: list[Array], starts: Any) -> tuple[list[Array], None]:
         done = []
-        for (rows, others), y, part, add in zip(results, into, chunk(starts, sizes), adds):
-            where = at(starts, rows, others)
+        for (rows, _), y, part, add in zip(results, into, chunk(starts, sizes), adds):
+            where = at(starts, rows, y.ndim - len(rows))
             if add:
                 part = lax.dynamic_slice(y, where, part.shape) + part.astype(y.dtype)
             done.append(lax.dynamic_update_slice(y, part, where))
@@ -305,7 +332,7 @@ def _body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Arra
     for few, firsts in _grids(shape, sizes):
         found, _ = lax.scan(functools.partial(step, few), found, jnp.asarray(firsts, jnp.int32))
     summed = [[d for d in spec.rows if d not in rows] for rows, _ in results]
-    return [split.psum(y, d).astype(t) for y, d, t in zip(found, summed, spec.dtypes())]
+    return spec.finished([split.psum(y, d) for y, d in zip(found, summed)], operands)
 
 
 def _grids(
@@ -363,7 +390,9 @@ def _jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
         results, each = both[: len(later)], both[len(later) :]
         sums = [jnp.promote_types(g.dtype, jnp.float32) for g in each]
         along = zip(each, [t for t in moving if t is not None], sums)
-        parts = [jnp.sum(g.astype(dtype) * t.astype(dtype)) for g, t, dtype in along]
+        # What has no part in the total has no gradient, whatever comes back: NaN times 0 is NaN.
+        dot = lambda g, t: jnp.sum(jnp.where(g == 0, 0, g * t))
+        parts = [dot(g.astype(dtype), t.astype(dtype)) for g, t, dtype in along]
         found[total] = functools.reduce(jnp.add, parts).astype(results[total].dtype)
     else:
         results = rows(spec, *primals, order=order)

@@ -104,12 +104,16 @@ class Search:
             narrow, self.wide = self._follow()
             live = needed_beside(self.program, narrow)
             self.left = [v for v in self.wide if v in live]
-            self.ends, self.total = [v for v in narrow if v in live], None
+            self.ends, self.total, self.factors = [v for v in narrow if v in live], None, []
             followed = sorted(plan.rows.keys() - plan.lost.keys() - {*self.wide})
             live = needed_beside(self.program, followed)
             later = [v for v in followed if v in live]
             if (end := self._total(later)) is not None:
-                self.total = before_factors(self.program, plan.sums, end)
+                self.summed, self.factors = before_factors(self.program, plan.sums, end)
+                self.total = end
+                numbers = {u for e in self.factors for u in e.ins} - plan.sums.keys()
+                if numbers & (plan.rows.keys() | plan.lost.keys()):
+                    self.total, self.factors = self.summed, []  # these are known later
                 self.ends = [*dict.fromkeys(self.total if v == end else v for v in later)]
             try:
                 plan.need([(v, plan.rows[v]) for v in self.ends])
@@ -204,7 +208,10 @@ class Search:
         ends = sorted(ends, key=lambda v: "unknown" in lines[v])
         made = [part(v, plan.rows[v]) for v in ends]
         total = None if self.total is None else ends.index(self.total)
-        region = Region(plan, atoms, parts, tuple(made), total, 4 * self.words)
+        factors = {e.index for e in self.factors}
+        steps = [(step, *slots) for i, step, *slots in plan.order if i in factors]
+        summed = plan.slot(self.summed, plan.rows[self.summed]) if self.factors else None, steps
+        region = Region(plan, atoms, parts, tuple(made), total, summed, 4 * self.words)
         count = math.prod([l.size for l in atoms])
         x = program.avals[self.product.ins[0]]
         (contracted, _), _ = self.product.params["dimension_numbers"]

@@ -518,6 +518,15 @@ def in_turns(x, w, other, v, y):
     return in_scan(tsallis)(x, w, other, v, y)
 
 
+OF_ROWS = {
+    "square": lambda z, y: log_softmax(z)[:, 0] ** 2,
+    "pick": lambda z, y: -pick(log_softmax(z), y),
+}
+MEANS = {  # of a number for each row, which rows, and a number
+    "select": lambda n, chosen, c: jnp.where(chosen, n, 0).sum() / chosen.sum() * c,
+    "product": lambda n, chosen, c: (n * chosen).sum() / chosen.sum() * c,
+    "root": lambda n, chosen, c: c * jnp.sqrt(jnp.where(chosen, n, 0).sum()),
+}
 AT_ONCE, AGAIN = "gradients at once", "in the backward again"
 PRODUCTS = {
     masked_means: (AT_ONCE, 3),
@@ -557,6 +566,27 @@ def test_gradients_of_what_is_returned_beside():
     for i in range(3):
         for a, b in zip(gradient(ours, i), gradient(masked_means, i), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("each", OF_ROWS)
+@pytest.mark.parametrize("end", MEANS)
+def test_means_of_no_rows(each, end):
+    """The numbers that divide or multiply a total may be NaN or infinite: so are its gradients,
+    but for those of rows that a select has taken out of it."""
+    x, w, other, v, y = arguments()
+
+    def loss(x, w, chosen, factor):
+        return MEANS[end](OF_ROWS[each](x @ w, y), chosen, factor)
+
+    for chosen in (y < 0, y % 3 > 0):
+        for factor in (jnp.nan, jnp.inf, 0.0, 2.0):
+            args = x, w, chosen, factor
+            run = lambda f, args=args: evaluated(jax.value_and_grad(f, (0, 1, 3)))(*args)
+            fused = served(loss, *args, kinds=("rows", "linear_cross_entropy"))
+            for a, b in zip(*map(jax.tree.leaves, map(run, (fused, loss))), strict=True):
+                np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+                a, b = (np.where(np.isfinite(y), y, 0) for y in (a, b))
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
 def test_products_sum_gradients_of_kernels():
