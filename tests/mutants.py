@@ -439,7 +439,7 @@ MUTANTS = [
         "info.smallest_normal",
         "tests/layers/test_strict.py::test_every_op_under_strict_settings[rms_norm before]",
     ),
-    Mutant(  # of symbolic rows the last chunk alone
+    Mutant(  # the last chunk alone has fewer of symbolic rows
         "layers/cross_entropy/chunks.py",
         "lax.fori_loop(0, jnp.asarray(rows // size), following, carry)",
         "lax.fori_loop(0, 0 * jnp.asarray(rows // size), following, carry)",
@@ -550,7 +550,7 @@ MUTANTS = [
         "if made.name in LAYOUT:",
         "tests/fuse/test_codes.py::test_a_scale_by_an_einsum_is_the_norms",
     ),
-    Mutant(  # what is computed anyway is read narrow
+    Mutant(  # reads narrow values that are computed anyway
         "layers/fuse/norms.py",
         "if is_narrow and len(g.readers[v]) == 1 else v",
         "if is_narrow else v",
@@ -640,7 +640,7 @@ MUTANTS = [
         "return softmax.divided(of_lse - b, found[1], labels), b",
         "tests/fuse/test_losses.py::test_totals[focal]",
     ),
-    Mutant(  # what a total reads beside has no gradient
+    Mutant(  # gradients of the arrays that a total reads beside
         "layers/cross_entropy/linear.py",
         "    if any(map(moves, of_data)):",
         "    if False:",
@@ -678,8 +678,8 @@ MUTANTS = [
     ),
     Mutant(  # a number known at run time divides each chunk
         "layers/fuse/plan.py",
-        "first = v if constants or any(not program.number(u) for u in others) else first",
-        "first = v if constants else first",
+        "if constants or any(not program.number(u) for u in made.ins if u != v):",
+        "if constants:",
         "tests/fuse/test_losses.py::test_chunks_are_added_up_before_0_divides_them",
     ),
     Mutant(  # gradients of a total alone, whose factors may be 0 / 0
@@ -784,7 +784,7 @@ MUTANTS = [
         "scores.size > 0",
         "tests/fuse/test_queries.py::test_small_scores_stay",
     ),
-    Mutant(  # what follows the values' product is read as one of the region
+    Mutant(  # readers after the values' product are none of the region
         "layers/fuse/search.py",
         "push(() if last else made.outs)",
         "push(made.outs)",
@@ -902,7 +902,7 @@ MUTANTS = [
         "if False:",
         "tests/fuse/test_lookalikes.py::test_fp8_leaves[HIGHEST]",
     ),
-    Mutant(  # what a call computes of a chosen value is not followed
+    Mutant(  # calls that compute with a chosen value are followed
         "layers/fuse/choices.py",
         "yield from _around(g, equation, outs)",
         "yield from ()",

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .labels import Label, expand
+from .losses import SMALLEST
 from .plan import Plan, before_factors, needed_beside, only_end, read_by_rules
 from .program import Equation, Program
 from .region import Part, Region, computed
 from .rows import Combined, Rows, labels_of, latest, traced_back
 from .sites import Left, Site
 
-SMALLEST = 1024
-"""Fewer columns than these are not wide."""
 WIDER = 4  # how many times larger logits are than what is no longer wide
 LARGEST_SCORES = 2**28
 """Bytes of scores, from which on an attention that no kernel serves is cut along its queries."""

@@ -250,7 +250,7 @@ def test_any_number_of_rows_is_in_fp8(rng, monkeypatch, reduction, wanted):
         )
         run = jax.jit(jax.grad(each, wanted))
         text = run.lower(x[:rows], kernel).as_text()
-        codes = f"96x{VOCABULARY}xf8E5M2", f"{VOCABULARY}x96xf8E5M2"  # of rows that products take
+        codes = f"96x{VOCABULARY}xf8E5M2", f"{VOCABULARY}x96xf8E5M2"  # rows of whole tiles
         assert options or any(f"tensor<{each}>" in text for each in codes)
         return jax.tree.leaves(run(x[:rows], kernel))
 
@@ -300,5 +300,5 @@ def test_a_chunk_is_as_many_rows_as_logits_and_codes_make_896_mib(has_q, has_qt)
     x, kernel = jax.ShapeDtypeStruct((rows, n), bf16), jax.ShapeDtypeStruct((words, n), bf16)
     codes = Codes("float8_e5m2", has_q, has_qt)
     sizes = [op._size(op.Spec(Softmax(codes=c), contract=1), x, kernel) for c in (None, codes)]
-    assert sizes == [2048, 1664 if has_q else 2432]  # as equal as multiples of 128 allow
+    assert sizes == [2048, 1664 if has_q else 2432]  # equal, as far as multiples of 128 allow
     assert sizes[1] * words * (2 + has_q + has_qt) <= 896 * 2**20
