@@ -38,7 +38,7 @@ from ..core.op import (
     vary,
     varying_axes,
 )
-from ..cross_entropy.chunks import CHUNK_BYTES
+from ..cross_entropy.chunks import CHUNK_BYTES, chunk_rows
 from .labels import Label, Labels, expand
 from .plan import Plan
 from .rows import Chunk, Rows, Summed, latest
@@ -274,14 +274,18 @@ def _define(spec: Spec, *operands: Array) -> list[Array]:
 
 
 def _sizes(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many rows of each dimension a chunk has: of one a part, of those before it 1."""
+    """Returns how many rows of each dimension a chunk has: of one a part, of those before it 1.
+
+    GPUs have few chunks: the gradient of the kernel from each is one more pass over the sum of all.
+    """
     total, sizes = math.prod(shape), []
-    most = max(-(-total // _PARTS), min(_FEW, -(-total // 2)))
-    most = max(1, min(most, CHUNK_BYTES // spec.region.width))
+    most = max(1, CHUNK_BYTES // spec.region.width)
+    if jax.default_backend() == "cpu":
+        most = min(most, max(-(-total // _PARTS), min(_FEW, -(-total // 2))))
     for i, n in enumerate(shape):
         inner = math.prod(shape[i + 1 :])
         if n > 1 and most >= inner:
-            return (*sizes, min(n, most // inner), *shape[i + 1 :])
+            return (*sizes, chunk_rows(n, 1, 1, most // inner), *shape[i + 1 :])
         sizes.append(1)
     return tuple(sizes)
 

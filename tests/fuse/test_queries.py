@@ -14,7 +14,7 @@ B, H, T, S, D = 2, 2, 18, 1026, 8  # no chunk divides these
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
-    monkeypatch.setattr(search, "LARGEST_SCORES", 0)
+    monkeypatch.setitem(search.LARGEST_SCORES, "cpu", 0)
 
 
 def shown(length):
@@ -139,11 +139,11 @@ def test_it_stays(name):
 
 def test_small_scores_stay(monkeypatch):
     """Those of a whole in memory, and attention that is served otherwise."""
-    monkeypatch.setattr(search, "LARGEST_SCORES", 4 * B * H * T * S)
+    monkeypatch.setitem(search.LARGEST_SCORES, "cpu", 4 * B * H * T * S)
     fused = Fused(sink, serves=False)
     jax.eval_shape(fused, *arguments())
     assert not fused.served(), str(fused)
-    monkeypatch.setattr(search, "LARGEST_SCORES", 4 * B * H * T * S - 1)
+    monkeypatch.setitem(search.LARGEST_SCORES, "cpu", 4 * B * H * T * S - 1)
     fused = Fused(
         lambda q, k, v: (sink(q, k, v, jnp.ones(H)), mixed(jax.nn.softmax(scored(q + 1, k)), v))
     )

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import hlo
 import jax
@@ -10,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 from fuse import fuzz_losses
+from fuse_cases import Fused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy_interpreter import evaluated
 
 from normfuse import fuse
-from normfuse.layers.fuse import search
+from normfuse.layers.fuse import region, search
 
 ROWS, FEATURES, WORDS = 67, 8, 1030  # no chunk of rows divides these
 
@@ -428,6 +430,17 @@ def test_dtypes(dtype):
         run = lambda f, args: evaluated(jax.value_and_grad(f, (0, 1)))(*args)
         exact = jax.tree.map(np.asarray, run(kl, wide(args)))
         assert_as_close(run(served(kl, *args), args), run(kl, args), exact)
+
+
+def test_gpus_have_few_chunks(monkeypatch):
+    """Equal ones, of whole tiles; and pairs are not cut both ways, which takes twice as long."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    spec = types.SimpleNamespace(region=types.SimpleNamespace(width=4 * 32000))
+    chunks = lambda *shape: region._sizes(spec, shape)  # pyright: ignore[reportArgumentType]
+    assert chunks(8192) == (4096,) and chunks(4000) == (4000,) and chunks(20, 1024) == (4, 1024)
+    fused = Fused(clip, serves=False)
+    jax.eval_shape(fused, *arguments(WORDS))
+    assert "takes longer" in str(fused) and not fused.served(), str(fused)
 
 
 @pytest.mark.parametrize("name", ["kl", "brier", "bce", "tvd", "top_5", "mixture", "jsd"])
