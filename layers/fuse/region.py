@@ -394,9 +394,7 @@ def _jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
         results, each = both[: len(later)], both[len(later) :]
         sums = [jnp.promote_types(g.dtype, jnp.float32) for g in each]
         along = zip(each, [t for t in moving if t is not None], sums)
-        # What has no part in the total has no gradient, whatever comes back: NaN times 0 is NaN.
-        dot = lambda g, t: jnp.sum(jnp.where(g == 0, 0, g * t))
-        parts = [dot(g.astype(dtype), t.astype(dtype)) for g, t, dtype in along]
+        parts = [jnp.sum(g.astype(dtype) * t.astype(dtype)) for g, t, dtype in along]
         found[total] = functools.reduce(jnp.add, parts).astype(results[total].dtype)
     else:
         results = rows(spec, *primals, order=order)

@@ -538,7 +538,6 @@ OF_ROWS = {
 MEANS = {  # of a number for each row, which rows, and a number
     "select": lambda n, chosen, c: jnp.where(chosen, n, 0).sum() / chosen.sum() * c,
     "product": lambda n, chosen, c: (n * chosen).sum() / chosen.sum() * c,
-    "root": lambda n, chosen, c: c * jnp.sqrt(jnp.where(chosen, n, 0).sum()),
 }
 AT_ONCE, AGAIN = "gradients at once", "in the backward again"
 PRODUCTS = {
