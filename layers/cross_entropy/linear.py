@@ -281,14 +281,8 @@ def loss_of_rows(
         factor = jnp.asarray(scale, compute_dtype(cast.dtype, spec.logits))
         return reduced(loss, *_operands(cast, kernel, bias, labels, factor, *data))
 
-    return choose(
-        _OP,
-        implementation,
-        {
-            "native": lambda order: serve(spec, order),
-            "xla": lambda order: serve(replace(spec, plain=True), BEST),
-        },
-    )
+    plain = lambda order: serve(replace(spec, plain=True), BEST)
+    return choose(_OP, implementation, {"native": functools.partial(serve, spec), "xla": plain})
 
 
 def best_words(x: Array, kernel: Array, bias: Array | None, *, spec: Spec) -> Array:

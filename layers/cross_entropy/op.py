@@ -457,13 +457,7 @@ def _gradient(spec: Spec, order: Order) -> Callable[..., Sequence[Array]]:
 
 
 def _loss_gradients_body(
-    spec: Spec,
-    split: Split,
-    x: Array,
-    w: Array,
-    labels: Array,
-    *more: Array,
-    order: Order,
+    spec: Spec, split: Split, x: Array, w: Array, labels: Array, *more: Array, order: Order
 ) -> list[Array]:
     total, data, bias = _of_total(spec, more)
     part = _part(spec, split, x, w)

@@ -1,5 +1,6 @@
 """The equations that compute values for a chunk of rows, and the programs within them."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -91,11 +92,8 @@ class Plan:
             lost = lost or Left("it reads a total")
         if lost is None:
             try:
-                e, known = self.seen(made), [self.rows.get(v) for v in made.ins]
-                step = (
-                    called(e, known, None, self.of_rule) if has_program(e) else inferred(e, known)
-                )
-                self.steps[made] = step
+                known = [self.rows.get(v) for v in made.ins]
+                self.steps[made] = step = step_of(self.seen(made), known, None, self.of_rule)
                 self.rows |= zip(made.outs, step.outs)
                 if summed := summed | step.summed:
                     self.sums |= dict.fromkeys(made.outs, summed)
@@ -145,23 +143,15 @@ class Plan:
             made, step = self.program.maker.get(v), None
             if v in self.lost:
                 raise self.lost[v]
-            if v in self.rows and made in self.steps:
-                step = self.steps[made]
-                if latest(self.rows[v]) != latest(rows):
-                    raise Left("its rows are read in two layouts")
-            elif v in self.rows and latest(self.rows[v]) != latest(rows):
+            own = self.rows.get(v)
+            if own is not None and latest(own) != latest(rows):
                 raise Left("its rows are read in two layouts")
-            elif v not in self.rows and made is not None and self.lifts(v, rows):
-                try:
-                    e = self.seen(made)
-                    given = [None] * len(e.given)
-                    step = (
-                        called(e, given, rows, self.of_rule)
-                        if has_program(e)
-                        else traced_back(e, rows)
-                    )
-                except Left:
-                    step = None
+            if own is not None and made is not None:
+                step = self.steps.get(made)
+            elif made is not None and self.lifts(v, rows):
+                with contextlib.suppress(Left):
+                    none = [None] * len(made.ins)
+                    step = step_of(self.seen(made), none, rows, self.of_rule)
             x = self.program.given.get(v)
             if step is not None and made is not None:
                 slots = [self._new(u, r) for u, r in zip(made.outs, step.outs)]
@@ -315,11 +305,6 @@ class Flow:
         return [env[slot] for slot in slots if slot is not None]
 
 
-def has_program(e: Equation) -> bool:
-    """Tells if an equation calls a program whose equations may be row by row."""
-    return _inner(e)[0] is not None
-
-
 def _inner(e: Equation) -> tuple[Any, int]:
     """Returns the program that an equation calls, and how many operands are not the program's."""
     if e.eqn.effects:
@@ -334,9 +319,11 @@ def _inner(e: Equation) -> tuple[Any, int]:
     return (e.params["branches"][-1], 1) if platforms and platforms[-1] is None else (None, 0)
 
 
-def called(e: Equation, known: Sequence[Rows | None], made: Rows | None, of_rule: bool) -> Step:
-    """Returns an equation that calls a program, from the rows of its operands or results."""
+def step_of(e: Equation, known: Sequence[Rows | None], made: Rows | None, of_rule: bool) -> Step:
+    """Returns an equation, which may call a program, from the rows of its operands or results."""
     closed, skipped = _inner(e)
+    if closed is None:
+        return inferred(e, known) if made is None else traced_back(e, made)
     primal = Flow(closed, known[skipped:], [made] * len(e.made), of_rule)
     ins, outs = (*[()] * skipped, *primal.ins), tuple(primal.outs)
     if any(primal.is_sum(i) and any(map(any, ins)) for i in range(len(outs))):
