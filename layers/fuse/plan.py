@@ -351,7 +351,12 @@ def _floating(avals: Sequence[Any]) -> list[int]:
 
 def _types(e: Equation) -> tuple[list[Any], list[Any]]:
     """Returns the types of an equation's operands and results."""
-    struct = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+
+    def struct(v: Any) -> Any:
+        of = v.aval.sharding  # that of what it calls, where it is part of types
+        explicit = of if of.mesh.explicit_axes else None
+        return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=explicit)
+
     return [*map(struct, e.eqn.invars)], [*map(struct, e.eqn.outvars)]
 
 

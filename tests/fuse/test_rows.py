@@ -337,6 +337,18 @@ def test_meshes(kind, stored, eight_devices):
     assert moved(found) <= moved(theirs)
 
 
+def test_rules_of_derivatives_on_explicit_axes(eight_devices):
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=eight_devices[:2])
+    x, w, *_ = arguments(64)
+    loss = lambda x, w: jnp.mean(jax.nn.softplus(x @ w).sum(-1))
+    with jax.set_mesh(mesh):
+        args = jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(w, P())
+        run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+        found, want = run(served(loss, *args)), run(loss)
+    for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_shard_map(check, eight_devices):
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=eight_devices[:4])
