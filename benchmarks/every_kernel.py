@@ -100,13 +100,12 @@ def norm_codes(lengths) -> Iterator[Example]:
     every = itertools.product(coded(lengths), ((False, 0), (True, 0), (True, 3)))
     for ((n, rows), (centred, examples)), has_qt in itertools.product(every, (True, False)):
         lead = (examples, 16) if examples else (rows,)
-        x, row, bound = struct((*lead, n), BF16), struct(lead, F32), struct((1,), F32)
+        x, bound = struct((*lead, n), BF16), struct((1,), F32)
         scale = struct((*lead[:-1], n), F32)
-        bias, mean = (scale, row) if centred else (None, None)
+        bias = scale if centred else None
         own = {"axes": (2,), "heads": (0,)} if examples else {}
         norm = Norm(eps=1e-6, centred=centred, with_mean=centred, with_rstd=True, **own)
         spec = coded_norm.NormCodes(norm, Codes(has_qt=has_qt))
-        yield coded_norm.apply_codes_kernel, spec, [x, scale, bias, mean, row, bound]
         for residual in (None, x):
             yield coded_norm.codes_kernel, spec, [x, residual, scale, bias, bound]
 

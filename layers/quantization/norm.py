@@ -12,7 +12,6 @@ written. Parameters decide the scale, so that it is the same on all devices.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,15 +36,16 @@ from ..core.op import (
     on_unused_results,
 )
 from ..norm import op as rms_norm
-from ..norm.kernels import apply_kernel, forward_kernel, row_statistics_kernel
+from ..norm.kernels import forward_kernel
 from ..norm.layouts import MAX_CLUSTER, REGISTERS, threads_for
-from ..norm.spec import Norm, add, forward_results, operands_of, rstd_of
+from ..norm.spec import Norm, operands_of
 from .quantize import (
     COLUMNS,
     INPUTS,
     CastLayout,
     Codes,
     as_bytes,
+    cast_kernel,
     code_types,
     cpu_cast,
     cuda_cast,
@@ -118,11 +118,10 @@ def layout(
     has_residual: bool = False,
     centred: bool = False,
 ) -> CastLayout | None:
-    """How blocks share rows in one pass; None where the sums over rows take a pass of their own.
+    """How blocks share rows in one pass; None for rows that shared memory cannot hold.
 
-    A row is held by one block or, from compute capability 9.0, by a cluster of up to eight. None
-    for rows that shared memory cannot hold so. Measured in bfloat16 on an H200
-    (benchmarks/results).
+    A row is held by one block or, from compute capability 9.0, by a cluster of up to eight.
+    Measured in bfloat16 on an H200 (benchmarks/results).
     """
     vectors, most = -(-columns // 8), MAX_CLUSTER if target.clusters else 1
     # Threads of a block that are enough, if four rows of them are as many, and registers of each.
@@ -161,16 +160,12 @@ def shared_bytes(
 
 
 def _launch(
-    target: Target, spec: NormCodes, chosen: CastLayout, operands: dict[str, Array], eps: float
+    target: Target, spec: NormCodes, chosen: CastLayout, operands: dict[str, Array]
 ) -> list[Any]:
-    """Launches quantize_norm.cu for operands by their names there.
-
-    Returns q, qt and the codes' scale, and if it computes statistics h, mean and rstd.
-    """
+    """Launches quantize_norm.cu for operands by their names there; returns `codes_kernel`'s."""
     norm, codes, x = spec.norm, spec.codes, operands["X"]
     *row_shape, columns = x.shape
-    rows, statistics = math.prod(row_shape), "RSTD" not in operands
-    blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # blocks that share a row
+    rows, blocks = math.prod(row_shape), -(-columns // (8 * chosen.width))  # that share a row
     results = code_types(codes, rows, columns)
     parameters = {k: operands[k] for k in ("SCALE", "BIAS") if k in operands}
     types: dict[str, Any] = {k: operands[k] for k in ("X", "RESIDUAL") if k in operands}
@@ -179,31 +174,24 @@ def _launch(
         h = promoted(x.dtype, operands["RESIDUAL"].dtype)
         types["H"] = jax.ShapeDtypeStruct(x.shape, h)
         results.append(types["H"])
-    row = jax.ShapeDtypeStruct(row_shape, jnp.float32)
-    results += [row] * (statistics * (1 + norm.centred))
-    name = "quantize_norm" + ("" if statistics else "_apply")
-    shared, shares = chosen.shared * codes.has_qt, False
-    if statistics:
-        itemsize = types.get("H", x).dtype.itemsize
-        held = functools.partial(shared_bytes, chosen, blocks, itemsize, centred=norm.centred)
-        width = sum(a.dtype.itemsize for a in parameters.values())
-        # Shared memory holds scale and bias if enough blocks still fit; else the cache does.
-        shares = width > 0 and target.blocks_with(held(width)) >= chosen.min_blocks
-        shares &= not norm.heads
-        shared = held(width * shares)
+    results += [jax.ShapeDtypeStruct(row_shape, jnp.float32)] * (1 + norm.centred)
+    itemsize = types.get("H", x).dtype.itemsize
+    held = functools.partial(shared_bytes, chosen, blocks, itemsize, centred=norm.centred)
+    width = sum(a.dtype.itemsize for a in parameters.values())
+    # Shared memory holds scale and bias if enough blocks still fit; else the cache does.
+    shares = width > 0 and target.blocks_with(held(width)) >= chosen.min_blocks
+    shares &= not norm.heads
     tokens = [x.shape[1]] if norm.heads and parameters else []
     done = launch(
         "quantize_norm.cu",
-        name,
+        "quantize_norm",
         list(operands.values()),
         results,
         target=target,
         macros=tile_macros(chosen, codes, rows, columns)
         | type_macros(types)
         | {
-            "KERNEL": name,
             "CENTRED": int(norm.centred),
-            "STATISTICS": int(statistics),
             "CLUSTER": blocks,
             "HAS_RESIDUAL": int("RESIDUAL" in operands),
             "HAS_SCALE": int("SCALE" in operands),
@@ -215,88 +203,52 @@ def _launch(
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
         cluster=blocks,
-        shared=shared,
-        ints=(rows, columns, chosen.group, *tokens),
-        floats=(eps, norm.scale_offset, 1 / columns),
+        shared=held(width * shares),
+        ints=(rows, columns, *tokens),
+        floats=(norm.eps, norm.scale_offset, 1 / columns),
     )
-    return in_places(done, (*codes.results, *("H" in types, norm.centred, True) * statistics))
-
-
-def _named(kernel: str, operands: Sequence[Any]) -> dict[str, Array]:
-    return operands_of(kernel, operands[:-1]) | {"BOUND": operands[-1]}
-
-
-def _apart_on_cuda(kernel: Kernel, target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
-    """The norm's kernel, and then the quantizer's."""
-    normalise = functools.partial(kernel.bodies["cuda"], target)
-    return _norm_and_cast(normalise, functools.partial(cuda_cast, target), spec, *operands)
+    return in_places(done, (*codes.results, "H" in types, norm.centred, True))
 
 
 def cuda_codes(target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
-    """The norm and its codes on a GPU: one launch, or one for sums over rows before it."""
-    norm, named = spec.norm, _named("forward", operands)
-    x = named["X"]
-    if not shares_rows(norm, x.shape):
-        return _apart_on_cuda(forward_kernel, target, spec, *operands)
-    stored, n = promoted(x.dtype, named.get("RESIDUAL", x).dtype), x.shape[-1]
-    kind = {"has_residual": "RESIDUAL" in named, "centred": norm.centred}
-    chosen = layout(n, stored.itemsize, target, **kind)
-    if chosen:
-        return _launch(target, spec, chosen, named, norm.eps)
-    _, residual, scale, bias, bound = operands
-    h = x if residual is None else add(norm, x, residual)
-    mean, squares = row_statistics_kernel.bodies["cuda"](target, norm, h)
-    rstd = rstd_of(norm, squares, n)
-    codes = cuda_apply(target, spec, h, scale, bias, mean, rstd, bound)
-    return [*codes, *forward_results(norm, residual, h, mean, rstd)]
+    """The norm and its codes on a GPU: one launch, or the norm's and then the quantizer's."""
+    norm, named = spec.norm, operands_of("forward", operands[:-1])
+    x, kind = named["X"], {"has_residual": "RESIDUAL" in named, "centred": norm.centred}
+    stored = promoted(x.dtype, named.get("RESIDUAL", x).dtype)
+    chosen = layout(x.shape[-1], stored.itemsize, target, **kind)
+    if chosen and shares_rows(norm, x.shape):
+        return _launch(target, spec, chosen, named | {"BOUND": operands[-1]})
+    normalise = functools.partial(forward_kernel.bodies["cuda"], target)
+    return _norm_and_cast(normalise, functools.partial(cuda_cast, target), spec, *operands)
 
 
-def cuda_apply(target: Target, spec: NormCodes, *operands: Any) -> list[Any]:
-    """The same for rows whose statistics are known."""
-    named = _named("apply", operands)
-    if not shares_rows(spec.norm, named["X"].shape):
-        return _apart_on_cuda(apply_kernel, target, spec, *operands)
-    return _launch(target, spec, CastLayout(batch=4, min_blocks=4), named, 0.0)
-
-
-def _kernel(name: str, kernel: Kernel, cuda: Any) -> Kernel:
-    """Returns a kernel that is, on the CPU, the norm's and then the quantizer's in C++."""
-    cpu = functools.partial(_norm_and_cast, kernel.bodies["cpu"], cpu_cast)
-    definition = functools.partial(_norm_and_cast, kernel.definition, define_cast)
-    return Kernel(name, definition, {"cpu": cpu, "cuda": cuda})
-
-
-codes_kernel = _kernel("quantize_norm", forward_kernel, cuda_codes)
+codes_kernel = Kernel(
+    "quantize_norm",
+    functools.partial(_norm_and_cast, forward_kernel.definition, define_cast),
+    {
+        "cpu": functools.partial(_norm_and_cast, forward_kernel.bodies["cpu"], cpu_cast),
+        "cuda": cuda_codes,
+    },
+)
 """`(x, residual, scale, bias, bound) -> (q, qt, code scale (1,), h, mean, rstd)`."""
-apply_codes_kernel = _kernel("quantize_norm_apply", apply_kernel, cuda_apply)
-"""`(h, scale, bias, mean, rstd, bound) -> (q, qt, code scale (1,))`."""
 
 
 # ---------------------------------------------------------------- the operation on global arrays
 
 
-def _body(
-    spec: NormCodes,
-    split: Split,
-    x: Array,
-    residual: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-    *,
-    order: Order,
-) -> list[Any]:
+def _body(spec: NormCodes, split: Split, *operands: Any, order: Order) -> list[Any]:
     """Returns codes of any number of dimensions as bytes, their scale (), h, mean and rstd."""
-    norm, here = spec.norm, replace(spec, norm=rms_norm.local(spec.norm))
-    h, residual, scale, bias = rms_norm.seen_by("forward", norm, (x, residual, scale, bias))
+    norm, (x, _, scale, bias) = spec.norm, operands
     bound = _bound(norm, scale, bias, split.count(norm.axes))
     bound = split.pmax(bound, (*norm.heads, *norm.axes))
-    if not split.over(norm.axes):
-        results = codes_kernel(here, h, residual, scale, bias, bound, order=order)
+    if split.over(norm.axes):
+        normalise = lambda norm, *arrays: rms_norm.forward_body(norm, split, *arrays, order=order)
+        cast = functools.partial(cast_kernel, order=order)
+        results = _norm_and_cast(normalise, cast, spec, *operands, bound)
     else:
-        h = h if residual is None else add(norm, h, residual)
-        mean, rstd = rms_norm.statistics_over_devices(norm, split, h, order)
-        codes = apply_codes_kernel(here, h, scale, bias, mean, rstd, bound, order=order)
-        results = [*codes, *forward_results(norm, residual, h, mean, rstd)]
+        here = rms_norm.seen_by("forward", norm, operands)
+        local = replace(spec, norm=rms_norm.local(norm))
+        results = codes_kernel(local, *here, bound, order=order)
     *rows, n = x.shape
     q, qt, code_scale, h, mean, rstd = results
     reshaped = lambda a, *shape: None if a is None else a.reshape(shape)

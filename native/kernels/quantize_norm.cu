@@ -5,14 +5,14 @@
 //   y = (h - mean) · rstd · (scale + offset) (+ bias)
 //   q[i][j] = qt[j][i] = round(y[i][j] / code_scale)    code_scale: a power of two, from the bound
 //
-// (mean is 0 unless CENTRED) or, with STATISTICS 0, from a mean and an rstd that are already known.
+// (mean is 0 unless CENTRED).
 //
 //   x         (rows, columns)  X_TYPE
 //   residual  (rows, columns)  RESIDUAL_TYPE, h (rows, columns) H_TYPE     if HAS_RESIDUAL
 //   scale     (columns,)       SCALE_TYPE                                  if HAS_SCALE
 //   bias      (columns,)       BIAS_TYPE                                   if HAS_BIAS
-//   mean      (rows,)          float, if CENTRED: operand, or result if STATISTICS
-//   rstd      (rows,)          float: operand, or result if STATISTICS
+//   mean      (rows,)          float, if CENTRED
+//   rstd      (rows,)          float
 //   bound     (1,)             float: no |y| exceeds it
 //   per_column                 float: 1 / columns
 //   q, qt, code_scale          as q, qt and scale in quantize_cast.cu
@@ -20,10 +20,9 @@
 // If PER_EXAMPLE, scale and bias are (rows / tokens, columns), and `tokens` rows after one another
 // have the same: a multiple of the 16 rows of a thread.
 //
-// With STATISTICS a thread holds its 16 rows and 8 columns of h as they are stored, in shared
-// memory, where x comes without taking registers; and the CLUSTER blocks side by side that have a
-// row add their sums up in one cluster; the grid is as many blocks wide. Otherwise blocks know
-// nothing of each other.
+// A thread holds its 16 rows and 8 columns of h as they are stored, in shared memory, where x comes
+// without taking registers; and the CLUSTER blocks side by side that have a row add their sums up
+// in one cluster; the grid is as many blocks wide.
 #include "fp8_tile.cuh"
 
 using X = X_TYPE;
@@ -43,14 +42,14 @@ constexpr float kLargestInverse = 1125899906842624.0f;
 
 // Set if the mean may be so large that its rounding shows in y. Elements of 16 bits that differ are
 // too far apart for that.
-constexpr bool kShifted = CENTRED && STATISTICS && sizeof(H) > 2;
+constexpr bool kShifted = CENTRED && sizeof(H) > 2;
 
 struct Operands {
   const X* x;
   IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual; H * h;)
   IF(HAS_SCALE, const SCALE_TYPE* scale;)
   IF(HAS_BIAS, const BIAS_TYPE* bias;)
-  const float *bound, *known_mean, *known_rstd;
+  const float* bound;
   float *code_scale, *mean, *rstd, eps, offset, per_column;
   Fp8 *q, *qt;
   long long rows, columns;
@@ -68,7 +67,6 @@ __device__ inline float normalised(float h, const Moments& of) {
   return h;
 }
 
-#if STATISTICS
 static_assert(kThreads % 32 == 0, "whole warps add up");
 
 // The moments of the block's rows, from each warp's sums: of squares and, if CENTRED, also of
@@ -215,7 +213,6 @@ class RowStatistics {
   unsigned char* inboxes_;
   float *partial_, *arrived_;
 };
-#endif
 
 // A parameter at the thread's columns; all eight of them are there if kVectors.
 template <bool kVectors, typename T>
@@ -226,7 +223,6 @@ __device__ inline Wide<float, kColumns> columns_of(const T* parameter, int colum
   return wide;
 }
 
-#if STATISTICS
 // The thread's rows in its own slots of shared memory, four rows a group: first x, then h. With
 // SHARED_PARAMETERS the block's columns of scale and bias come behind them, which threads would ask
 // the cache for more than once.
@@ -422,7 +418,6 @@ class HeldRows {
 
   uint4* slots_;
 };
-#endif
 
 // The codes of four rows of y. kBounded: the bound holds for all of them.
 template <bool kBounded>
@@ -442,35 +437,24 @@ __device__ inline void encode_rows(const Packed<H, kColumns> (&rows)[4],
 }
 
 template <bool kVectors>
-__device__ inline void run(const Operands& given, int group IF(PER_EXAMPLE, , long long tokens)) {
+__device__ inline void run(const Operands& given IF(PER_EXAMPLE, , long long tokens)) {
   const long long columns = given.columns;
-#if STATISTICS
   constexpr long long kWidth = kColumns * BLOCK_X;
   // The last rows first: of what was written last, the end is still in the cache.
   const long long row = (gridDim.x - 1 - blockIdx.x) / CLUSTER * (long long)kTileRows;
   const Tile first = {row, blockIdx.x % CLUSTER * kWidth};
-#else
-  const Tile first = tile_of(given.rows, columns, group, blockIdx.x);
-#endif
   const Part part = part_of(first, given.rows, columns);
-#if STATISTICS
   constexpr int kGroupSlots = HeldRows::kGroupSlots;
   uint4* slots = reinterpret_cast<uint4*>(shared_memory());
   HeldRows held(slots);
   held.bring<kVectors>(given, part, first);
   RowStatistics statistics(shared_memory() + HeldRows::kBytes);
-#else
-  constexpr int kGroupSlots = kCodeSlots;
-  uint4* slots = reinterpret_cast<uint4*>(shared_memory());
-#endif
   // While the first elements are on their way.
   const float bound = *given.bound;
   const Scale by = scale_of(bit_cast<int>(bound) & 0x7fffffff);
   if (blockIdx.x == 0 && threadIdx.x == 0) *given.code_scale = by.scale;
-#if STATISTICS
   IF(HAS_RESIDUAL, held.add<kVectors>(given, part));
   held.sum<kVectors>(statistics, given, first);
-#endif
   Wide<float, kColumns> weight{}, shift{};
   constexpr bool kHeld = kVectors && SHARED_PARAMETERS;
   if (!kHeld && part.rows > 0) {
@@ -479,7 +463,7 @@ __device__ inline void run(const Operands& given, int group IF(PER_EXAMPLE, , lo
     IF(HAS_SCALE, weight = columns_of<kVectors>(given.scale + column, part.columns));
     IF(HAS_BIAS, shift = columns_of<kVectors>(given.bias + column, part.columns));
   }
-  IF(STATISTICS, statistics.find(given, first));
+  statistics.find(given, first);
 #if SHARED_PARAMETERS
   if (kHeld) {
     IF(HAS_SCALE, weight = held.columns<SCALE_TYPE>(HeldRows::kScale));
@@ -503,16 +487,8 @@ __device__ inline void run(const Operands& given, int group IF(PER_EXAMPLE, , lo
     bool bounded = true;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-#if STATISTICS
       rows[i] = held.row<H>(step + i);
       moments[i] = statistics.moments(step + i);
-#else
-      rows[i] = load_row<kVectors>(given.x, part, step + i, columns);
-      const long long row = first.row + threadIdx.x / BLOCK_X * kRows + step + i;
-      const bool there = step + i < part.rows;
-      moments[i] = {there ? given.known_rstd[row] : 0,
-                    CENTRED && there ? given.known_mean[row] : 0};
-#endif
       bounded = bounded && moments[i].inverse < kLargestInverse;
     }
     if (bounded) {
@@ -534,19 +510,19 @@ __device__ inline void run(const Operands& given, int group IF(PER_EXAMPLE, , lo
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    KERNEL(const X* x,
+    quantize_norm(const X* x,
            // clang-format off
            IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
            IF(HAS_BIAS, const BIAS_TYPE* bias,)
-           IF_NOT(STATISTICS, IF(CENTRED, const float* mean,) const float* rstd,)
            const float* bound,
            IF(HAS_Q, Fp8* q,)
            IF(HAS_QT, Fp8* qt,)
            float* code_scale,
            IF(HAS_RESIDUAL, H* h,)
-           IF(STATISTICS, IF(CENTRED, float* mean,) float* rstd,)
-           long long rows, long long columns, long long group, IF(PER_EXAMPLE, long long tokens,)
+           IF(CENTRED, float* mean,)
+           float* rstd,
+           long long rows, long long columns, IF(PER_EXAMPLE, long long tokens,)
            float eps, float offset, float per_column) {
   // clang-format on
   Operands given{};
@@ -554,8 +530,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_RESIDUAL, given.residual = residual; given.h = h);
   IF(HAS_SCALE, given.scale = scale);
   IF(HAS_BIAS, given.bias = bias);
-  IF_NOT(STATISTICS, given.known_rstd = rstd; IF(CENTRED, given.known_mean = mean));
-  IF(STATISTICS, given.rstd = rstd; IF(CENTRED, given.mean = mean));
+  given.rstd = rstd;
+  IF(CENTRED, given.mean = mean);
   IF(HAS_Q, given.q = q);
   IF(HAS_QT, given.qt = qt);
   given.bound = bound, given.code_scale = code_scale;
@@ -566,8 +542,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
   IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   if (aligned) {
-    run<true>(given, group IF(PER_EXAMPLE, , tokens));
+    run<true>(given IF(PER_EXAMPLE, , tokens));
   } else {
-    run<false>(given, group IF(PER_EXAMPLE, , tokens));
+    run<false>(given IF(PER_EXAMPLE, , tokens));
   }
 }
