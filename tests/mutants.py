@@ -658,6 +658,24 @@ MUTANTS = [
         "            given[1] = given[1]",
         "tests/fuse/test_rows.py::test_losses_are_their_own_equations[poly]",
     ),
+    Mutant(  # sums of words over devices
+        "layers/fuse/words.py",
+        "lambda x, axes: lax.psum(x, axes)",
+        "lambda x, axes: x",
+        "tests/fuse/test_rows.py::test_devices_share_words[kl-Auto-(2,)]",
+    ),
+    Mutant(  # gradients of what all devices have
+        "layers/fuse/words.py",
+        "lambda ct, x, axes: [_sum.bind(ct, axes=axes)]",
+        "lambda ct, x, axes: [ct]",
+        "tests/fuse/test_rows.py::test_devices_share_words[kl-Auto-(2,)]",
+    ),
+    Mutant(  # a device's first word
+        "layers/fuse/region.py",
+        "lax.axis_index(axes[l]) * n if axes.get(l) else 0",
+        "0",
+        "tests/fuse/test_rows.py::test_devices_share_words[poly-Auto-(2,)]",
+    ),
     Mutant(  # the rows that no whole chunk has
         "layers/fuse/region.py",
         "    for d in map(int, np.flatnonzero(rest)):  # one at most",

@@ -16,8 +16,20 @@ from ..core.op import jvp_along
 from .labels import Label
 from .program import Equation as Made
 from .program import Program
-from .rows import Chunk, Equation, Rows, Step, computed, inferred, latest, traced_back
+from .rows import (
+    Chunk,
+    Equation,
+    Rows,
+    Step,
+    computed,
+    inferred,
+    latest,
+    of_layout,
+    spread_over,
+    traced_back,
+)
 from .sites import Left, Site
+from .words import spread, without_words, words_of
 
 _MULTIPLES = "mul", "div", "neg", "convert_element_type", "reshape", "squeeze"
 _OWN = "custom_jvp_call", "custom_vjp_call"
@@ -58,7 +70,7 @@ class Plan:
         self.slots: dict[int, list[tuple[Rows, int]]] = {}
         self.consts: dict[int, Any] = {}  # by slot
         self.reads: list[tuple[int, Rows, int]] = []
-        self.order: list[tuple[int, Step, Any, Any]] = []  # (index, step, slots)
+        self.order: list[tuple[float, Step, Any, Any]] = []  # (index, step, slots)
         self._count = 0
 
     def seen(self, made: Made) -> Equation:
@@ -67,7 +79,7 @@ class Plan:
         given, results = ([avals[v].shape for v in vs] for vs in (made.ins, made.outs))
         counts = {}
         if made.name == "gather":
-            rows = self.rows.get(made.ins[0], ())
+            rows = without_words(self.rows.get(made.ins[0], ()))
             at = made.params["dimension_numbers"].start_index_map
             counts = {c: d for c, d in self._counts(made) if rows and rows[at[c]]}
         return Equation(made.eqn, made.name, made.params, tuple(given), tuple(results), counts)
@@ -92,8 +104,8 @@ class Plan:
             lost = lost or Left("it reads a total")
         if lost is None:
             try:
-                known = [self.rows.get(v) for v in made.ins]
-                self.steps[made] = step = step_of(self.seen(made), known, None, self.of_rule)
+                step = self._forwards(self.seen(made), [self.rows.get(v) for v in made.ins])
+                self.steps[made] = step
                 self.rows |= zip(made.outs, step.outs)
                 if summed := summed | step.summed:
                     self.sums |= dict.fromkeys(made.outs, summed)
@@ -101,6 +113,21 @@ class Plan:
             except Left as why:
                 lost = why
         self.lost |= dict.fromkeys(made.outs, lost)
+        return None
+
+    def _forwards(self, e: Equation, known: Sequence[Rows | None]) -> Step:
+        """Returns an equation's step, whose words are whole where no rule knows them."""
+        try:
+            return step_of(e, known, None, self.of_rule)
+        except Left:
+            if not any(words_of(rows or ()) for rows in known):
+                raise
+            return self._forwards(e, [rows and without_words(rows) for rows in known])
+
+    def _backwards(self, made: Made, rows: Rows) -> Step | None:
+        """Returns the step of an equation whose results have these rows; None where none knows."""
+        with contextlib.suppress(Left):
+            return step_of(self.seen(made), [None] * len(made.ins), rows, self.of_rule)
         return None
 
     def is_linear(self, made: Made, values: Container[int]) -> bool:
@@ -136,35 +163,53 @@ class Plan:
           Left: for a value that does not have these rows.
         """
         stack, planned = [*wanted], []
+        plan = lambda index, step, reads, slots: (
+            planned.append((index, step, reads, slots)),
+            stack.extend(reads),
+        )
         while stack:
             v, rows = stack.pop()
             if self.slot(v, rows) is not None:
                 continue
-            made, step = self.program.maker.get(v), None
+            made, x = self.program.maker.get(v), self.program.given.get(v)
             if v in self.lost:
                 raise self.lost[v]
-            own = self.rows.get(v)
-            if own is not None and latest(own) != latest(rows):
-                raise Left("its rows are read in two layouts")
-            if own is not None and made is not None:
-                step = self.steps.get(made)
-            elif made is not None and self.lifts(v, rows):
-                with contextlib.suppress(Left):
-                    none = [None] * len(made.ins)
-                    step = step_of(self.seen(made), none, rows, self.of_rule)
-            x = self.program.given.get(v)
-            if step is not None and made is not None:
+            step, own = self._source(v, made, rows)
+            if latest(own) != latest(rows):
+                index, slots = -1 if made is None else made.index, [self._new(v, rows)]
+                plan(index + 0.5, of_layout(latest(own), latest(rows)), [(v, own)], slots)
+            elif step is not None and made is not None:
                 slots = [self._new(u, r) for u, r in zip(made.outs, step.outs)]
-                planned.append((made, step, slots))
-                stack += zip(made.ins, step.ins)
+                plan(made.index, step, [*zip(made.ins, step.ins)], slots)
             elif x is not None and not self.program.avals[v].ndim and not isinstance(x, Tracer):
                 self.consts[self._new(v, rows)] = x
             else:
                 self.reads.append((v, rows, self._new(v, rows)))
-        for made, step, outs in planned:
-            ins = [self.slot(v, rows) for v, rows in zip(made.ins, step.ins)]
-            self.order.append((made.index, step, ins, outs))
+        for index, step, reads, outs in planned:
+            self.order.append((index, step, [self.slot(*read) for read in reads], outs))
         self.order.sort(key=lambda one: one[0])
+
+    def _source(self, v: int, made: Made | None, rows: Rows) -> tuple[Step | None, Rows]:
+        """Returns the step that computes a value, if one does, and the rows that it gives it.
+
+        These may differ from the rows that are wanted in the words that devices share.
+        """
+        whole, own = without_words(latest(rows)), self.rows.get(v)
+        if own is None:
+            if made is None or not self.lifts(v, rows):
+                return None, rows
+            if (step := self._backwards(made, rows)) is None and words_of(rows):
+                step = self._backwards(made, whole)
+                return step, rows if step is None else whole
+            return step, rows
+        if without_words(latest(own)) != whole:
+            raise Left("its rows are read in two layouts")
+        if made is None or made not in self.steps:
+            return None, own
+        if latest(own) != latest(rows) and words_of(rows):  # a broadcast makes the part itself
+            if (step := self._backwards(made, rows)) is not None:
+                return step, rows
+        return self.steps[made], own
 
     def multiplied(self) -> set[int]:
         """Returns the slots that nothing but products without batches read."""
@@ -179,8 +224,16 @@ class Plan:
     def run(self, given: Mapping[int, Any], chunk: Chunk) -> dict[int, Any]:
         """Returns the values of a chunk by their slots, given those of `reads`."""
         env: dict[Any, Any] = {**self.consts, **given}
+
+        def read(step: Step, slot: int, rows: Rows) -> Any:
+            axes = spread_over(step, rows, chunk)
+            if not axes or (slot, axes) in env:  # spread once for all readers
+                return env[(slot, axes) if axes else slot]
+            return env.setdefault((slot, axes), spread(env[slot], axes))
+
         for _, step, ins, outs in self.order:
-            env |= zip(outs, computed(step, [env[slot] for slot in ins], chunk), strict=True)
+            parts = [read(step, *one) for one in zip(ins, step.ins)]
+            env |= zip(outs, computed(step, parts, chunk), strict=True)
         return env
 
 
@@ -273,8 +326,10 @@ class Flow:
                 raise plan.lost[v]
             rows = plan.rows.get(v, asked)
             rows = ((),) * program.avals[v].ndim if rows is None else rows
-            if asked is not None and latest(rows) != latest(asked):
-                raise Left("its result has other rows")
+            if asked is not None:
+                if without_words(latest(rows)) != without_words(latest(asked)):
+                    raise Left("its result has other rows")
+                rows = asked
             self.outs.append(rows)
         plan.need([*zip(program.results, self.outs)])
         found = {v: rows for v, rows, _ in plan.reads}
@@ -403,7 +458,8 @@ def _vjp(e: Equation, primal: Flow) -> Flow:
 
     rows = [primal.ins[i] for i in along]
     rule = Flow(jax.make_jaxpr(pulled)(given, made), [*primal.ins, *primal.outs], rows, True)
-    if any(not any(r) and not rule.is_sum(i) for i, r in enumerate(rows)):
+    alone = [not any(without_words(r)) for r in rows]
+    if any(each and not rule.is_sum(i) for i, each in enumerate(alone)):
         raise Left("a gradient of its own is no sum over rows")
     return rule
 

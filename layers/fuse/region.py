@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.interpreters import ad
+from jax.sharding import PartitionSpec as P
 
 from ...native.dtypes import NARROW
 from ...native.implementation import Order
@@ -33,16 +34,19 @@ from ..core.op import (
     Split,
     equally_varying,
     in_places,
-    match,
     moves,
     vary,
     varying_axes,
 )
+from ..core.sharding import axes_of, without
+from ..core.sharding import whole as split_by
 from ..cross_entropy.chunks import CHUNK_BYTES, chunk_rows
+from ..cross_entropy.linear import match_spec
 from .labels import Label, Labels, expand
 from .plan import Plan
-from .rows import Chunk, Rows, Summed, latest
+from .rows import LAYOUT, Chunk, Rows, Summed, latest
 from .rows import computed as computed_step
+from .words import words_of
 
 _PARTS, _FEW = 8, 16  # chunks of rows, but not of fewer than these
 
@@ -69,9 +73,10 @@ class Part:
         sizes: list[int] = []
         of_rows: dict[Label, int] = {}
         others: list[int] = []
+        words = words_of(self.rows)
         for labels, n in zip(latest(self.rows), self.aval.shape):
-            of_rows |= {l: len(sizes) + i for i, l in enumerate(labels)}
-            others += [] if labels else [len(sizes)]
+            of_rows |= {l: len(sizes) + i for i, l in enumerate(labels) if l not in words}
+            others += [] if {*labels} - words else [len(sizes)]
             sizes += [chunk.sizes[l] for l in labels] if labels else [n]
         return (
             sizes,
@@ -97,6 +102,7 @@ class Region:
 
     Attributes:
       atoms: the labels of the rows.
+      words: those of words, which devices may share.
       total: the end whose gradients are computed with the ends; None for none.
       summed: the slot of what chunks add up to it, and the steps from there: it is a multiple, by
         numbers that are known at run time, which may divide by 0.
@@ -105,6 +111,7 @@ class Region:
 
     plan: Plan
     atoms: Labels
+    words: Labels
     reads: tuple[Part, ...]
     ends: tuple[Part, ...]
     total: int | None
@@ -113,22 +120,23 @@ class Region:
 
     def __repr__(self) -> str:
         """Returns what names the region in every process, but for functions with own rules."""
-        place = {l: i for i, l in enumerate(self.atoms)}
+        place = {l: i for i, l in enumerate(self.atoms + self.words)}
         of_rows = lambda every: [[[place[l] for l in expand(d)] for d in rows] for rows in every]
         steps = [
-            (s.equation.eqn.primitive.name, str(s.equation.eqn), of_rows([*s.ins, *s.outs]), *slots)
-            + (() if s.call is None else (id(s.call),))
+            (s.equation.name, str(s.equation.eqn), of_rows([*s.ins, *s.outs]), *slots)
+            + ((id(s.call),) if s.call and s.equation.name != LAYOUT else ())
             for _, s, *slots in self.plan.order
         ]
         arrays = [(p.slot, of_rows([p.rows]), p.aval.str_short()) for p in self.reads + self.ends]
-        sizes = [l.size for l in self.atoms]
+        sizes = [l.size for l in self.atoms + self.words]
         text = f"{sizes}{steps}{arrays}{self.plan.consts}{self.width}{self.total}{self.summed[0]}"
         return f"Region({hashlib.sha256(text.encode()).hexdigest()})"
 
     @property
     def whole(self) -> Chunk:
         """All rows."""
-        return Chunk({l: l.size for l in self.atoms}, dict.fromkeys(self.atoms, 0))
+        every = self.atoms + self.words
+        return Chunk({l: l.size for l in every}, dict.fromkeys(every, 0))
 
     @functools.cached_property
     def kernels(self) -> list[bool]:
@@ -163,7 +171,7 @@ class Region:
 class Spec:
     """A region, or its gradients: operations of its operands, these then of cotangents, too.
 
-    The dimensions of an operation are numbered: those of vmaps, those of rows, then all others.
+    The dimensions of an operation are numbered: those of vmaps, of rows, of words, then all others.
 
     Attributes:
       moved: the ends that have a derivative, or a cotangent.
@@ -184,6 +192,11 @@ class Spec:
         """The numbers of all dimensions of rows."""
         return range(len(self.vmaps) + len(self.region.atoms))
 
+    @property
+    def words(self) -> dict[Label, int]:
+        """The numbers of all dimensions of words."""
+        return dict(zip(self.region.words, itertools.count(len(self.rows))))
+
     def _select(self, reads: Sequence[Any], ends: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns what is told of the operands and of the results."""
         if self.wanted is None:
@@ -194,11 +207,18 @@ class Spec:
         return [*reads, *itertools.compress(ends, self.moved)], [*gradients]
 
     def arrays(self) -> tuple[list[Any], list[Any]]:
-        """Returns (the numbers of rows, the count of other dimensions) of operands and results."""
+        """Returns (the numbers of rows, those of other dimensions) of operands and results.
 
-        def numbered(part: Part, has: Sequence[bool]) -> tuple[tuple[int, ...], int]:
+        Dimensions that are of no words have no number, but None.
+        """
+
+        def numbered(part: Part, has: Sequence[bool]) -> tuple[tuple[int, ...], list[int | None]]:
             atoms = [len(self.vmaps) + self.region.atoms.index(l) for l in part.atoms]
-            others = sum(not labels for labels in part.rows)
+            others = [
+                self.words[labels[0]] if labels else None
+                for labels in part.rows
+                if not labels or words_of([labels])
+            ]
             return (*itertools.compress(itertools.count(), has), *atoms), others
 
         has = [[of[i] for of in self.vmaps] for i in range(len(self.region.reads))]
@@ -255,8 +275,10 @@ class Spec:
 
 def _dims(spec: Spec, *ndims: int) -> Dims:
     del ndims
-    counter = itertools.count(len(spec.rows))
-    number = lambda arrays: [(*rows, *itertools.islice(counter, n)) for rows, n in arrays]
+    counter = itertools.count(len(spec.rows) + len(spec.words))
+    number = lambda arrays: [
+        (*rows, *[next(counter) if d is None else d for d in others]) for rows, others in arrays
+    ]
     arrays, results = spec.arrays()
     operands = number(arrays)
     gradients = [*itertools.compress(operands, spec.wanted or ())]
@@ -265,7 +287,7 @@ def _dims(spec: Spec, *ndims: int) -> Dims:
 
 def _undivided(spec: Spec, *ndims: int) -> tuple[int, ...]:
     every = {d for dims in _dims(spec, *ndims)[0] for d in dims}
-    return tuple(sorted(every - {*spec.rows}))
+    return tuple(sorted(every - {*spec.rows, *spec.words.values()}))
 
 
 def _define(spec: Spec, *operands: Array) -> list[Array]:
@@ -273,10 +295,12 @@ def _define(spec: Spec, *operands: Array) -> list[Array]:
     return spec.finished(spec.function(spec.region.whole)(*operands), operands)
 
 
-def _sizes(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
+def _sizes(spec: Spec, shape: Sequence[int], shared: bool = False) -> tuple[int, ...]:
     """Returns how many rows of each dimension a chunk has: of one a part, of those before it 1.
 
     GPUs have few chunks: the gradient of the kernel from each is one more pass over the sum of all.
+    Where devices share words, chunks are of one size, if some such size divides the rows: what the
+    rest exchanges would be more collectives.
     """
     total, sizes = math.prod(shape), []
     most = max(1, CHUNK_BYTES // spec.region.width)
@@ -285,7 +309,9 @@ def _sizes(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
     for i, n in enumerate(shape):
         inner = math.prod(shape[i + 1 :])
         if n > 1 and most >= inner:
-            return (*sizes, chunk_rows(n, 1, 1, most // inner), *shape[i + 1 :])
+            few = chunk_rows(n, 1, 1, most // inner)
+            equal = [m for m in range(few, few // 2, -1) if n % m == 0] if shared else []
+            return (*sizes, *[*equal, few][:1], *shape[i + 1 :])
         sizes.append(1)
     return tuple(sizes)
 
@@ -294,21 +320,27 @@ def _body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Arra
     """One device's rows, in chunks."""
     del order
     reads, results = spec.arrays()
-    local = {d: n for (rows, _), x in zip(reads, operands) for d, n in zip(rows, x.shape)}
+    local = {
+        d: n for (rows, more), x in zip(reads, operands) for d, n in zip((*rows, *more), x.shape)
+    }
     shape = [local[d] for d in spec.rows]
-    sizes, before = _sizes(spec, shape), len(spec.vmaps)
     ahead = [lax.axis_index(a) * n if a else 0 for a, n in zip(split.axes, shape)]
     at = lambda starts, rows, others: [*[starts[d] for d in rows], *[np.int32(0)] * others]
+    axes = dict(zip(spec.words, split.axes[len(shape) :]))
+    words = {l: local[d] for l, d in spec.words.items()}
+    sizes, before = _sizes(spec, shape, any(axes.values())), len(spec.vmaps)
+    first_words = {l: lax.axis_index(axes[l]) * n if axes.get(l) else 0 for l, n in words.items()}
 
     def chunk(starts: Sequence[Any], sizes: Sequence[int]) -> list[Array]:
         parts = []
-        for (rows, others), x in zip(reads, operands, strict=True):
+        for (rows, _), x in zip(reads, operands, strict=True):
             part = *[sizes[d] for d in rows], *x.shape[len(rows) :]
-            parts.append(lax.dynamic_slice(x, at(starts, rows, others), part))
+            parts.append(lax.dynamic_slice(x, at(starts, rows, x.ndim - len(rows)), part))
         firsts = [first + start for first, start in zip(ahead, starts)]
         atoms = spec.region.atoms
-        counted = dict(zip(atoms, sizes[before:])), dict(zip(atoms, firsts[before:]))
-        return spec.function(Chunk(*counted))(*parts)
+        counts = words | dict(zip(atoms, sizes[before:]))
+        places = first_words | dict(zip(atoms, firsts[before:]))
+        return spec.function(Chunk(counts, places, axes))(*parts)
 
     # Results without all dimensions of rows are added up, in float32 at least.
     types = jax.eval_shape(lambda: chunk([np.int32(0)] * len(shape), sizes))
@@ -433,12 +465,24 @@ gradients = Op(
 )
 
 
+def _matched(spec: Spec, given: list[Any]) -> list[Any]:
+    """Returns operands on Explicit axes with rows, then words, split as the first that has them."""
+    if not jax.typeof(given[0]).sharding.mesh.explicit_axes:
+        return given
+    entries: dict[int, Any] = {}
+    numbers = [(*rows, *others) for rows, others in spec.arrays()[0]]
+    for dims, a in zip(numbers, given):
+        taken = {name for entry in entries.values() for name in axes_of(entry)}
+        of_dims = zip(dims, split_by(jax.typeof(a).sharding.spec, a.ndim))
+        entries = {d: without(e, taken) for d, e in of_dims if d is not None} | entries
+    wanted = [P(*[None if d is None else entries[d] for d in dims]) for dims in numbers]
+    return [match_spec(a, given[0], to) for a, to in zip(given, wanted)]
+
+
 def computed(region: Region, reads: Sequence[int], read: Callable[[int], Any]) -> list[Any]:
     """Returns the ends of a region."""
     moved = tuple([jnp.issubdtype(p.aval.dtype, jnp.floating) for p in region.ends])
     whole, spec = region.whole, Spec(region, moved)
     given = [p.first(jnp.asarray(read(v)), whole) for p, v in zip(region.reads, reads)]
-    given = equally_varying(*given)
-    numbers = [(*rows, *[len(spec.rows) + 1] * others) for rows, others in spec.arrays()[0]]
-    given = [match(a, given[0], dims) for a, dims in zip(given, numbers)]
+    given = _matched(spec, equally_varying(*given))
     return [p.back(y, whole) for p, y in zip(region.ends, rows(spec, *given))]

@@ -7,7 +7,7 @@ An array's `Rows` have labels (`labels.py`) for each dimension that counts rows,
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from .labels import Label, Labels, expand, regroup
 from .sites import Left
+from .words import COMBINED, Axes, combined, gathered, part, without_words, words_of
 
 Rows = tuple[Labels, ...]
 """For each dimension of an array the labels of the rows that it counts; () for another one."""
@@ -45,8 +46,9 @@ class Step:
     """An equation that is computed for chunks of rows.
 
     Attributes:
-      ins, outs: the rows of its operands and results.
+      ins, outs: the rows of its operands and results, and words that devices may share.
       summed: the rows that it adds up.
+      words: those that it combines.
       call: computes an equation that has programs of its own.
     """
 
@@ -54,15 +56,25 @@ class Step:
     ins: tuple[Rows, ...]
     outs: tuple[Rows, ...]
     summed: frozenset[Label] = frozenset()
+    words: frozenset[Label] = frozenset()
     call: Callable[[Sequence[Any], "Chunk"], list[Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some of the rows: for each label how many, and which is the first."""
+    """Some of the rows: for each label how many, and which is the first.
+
+    Attributes:
+      axes: for each label of words the mesh axes that share them.
+    """
 
     sizes: Mapping[Label, int]
     firsts: Mapping[Label, Any]
+    axes: Mapping[Label, Axes] = dataclasses.field(default_factory=dict)
+
+    def sharing(self, words: Iterable[Label]) -> Axes:
+        """Returns the mesh axes over which devices share words."""
+        return tuple(dict.fromkeys([a for label in words for a in self.axes.get(label, ())]))
 
     def shape(self, rows: Rows, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the chunk's part of an array."""
@@ -88,7 +100,7 @@ class Combined(Left):
 
 def labels_of(rows: Rows) -> Labels:
     """Returns the labels of an array's rows in the order of its dimensions."""
-    return expand([label for labels in rows for label in labels])
+    return expand([label for labels in without_words(rows) for label in labels])
 
 
 def latest(rows: Rows) -> Rows:
@@ -195,6 +207,7 @@ stop_gradient sub tan tanh xor
 _ON_DEVICES = "sharding_constraint", "pvary", "pcast"  # nothing to a chunk on one device
 _RESHAPES = "reshape", "squeeze", "expand_dims"
 _SUMS = "reduce_sum", "dot_general"
+LAYOUT = "layout"  # no equation of the program: of words that are whole to parts, or back
 _REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 LINKS: Mapping[str, Callable[[Equation], Sequence[Link]]] = {
     **dict.fromkeys(_ELEMENTWISE, _each),
@@ -223,16 +236,26 @@ def _reshaped(e: Equation, rows: Rows, shape: Sequence[int], to: Sequence[int]) 
     """Returns the rows of an array that is reshaped."""
     if e.params.get("dimensions") is not None and e.name == "reshape":
         raise Left("a reshape that transposes")
-    others = [Label(n) for n in shape]
-    dims = [labels or (l,) if l.size != 1 else () for labels, l in zip(latest(rows), others)]
+    others, words = [Label(n) for n in shape], words_of(rows)
+    dims = [
+        (() if l.size == 1 else labels if labels and not words & {*labels} else (l,))
+        for labels, l in zip(latest(rows), others)
+    ]
+    pairs = zip(rows, others)
+    of_words: dict[Labels, Labels] = {(l,): labels for labels, l in pairs if words & {*labels}}
     if (found := regroup(tuple(dims), to)) is None:
         raise Combined("a reshape that cuts across rows")
     no_rows, out = {*expand(others)}, []
     for labels in map(expand, found):
+        if labels in of_words:
+            out.append(of_words.pop(labels))
+            continue
         counted = [label not in no_rows for label in labels]
         if any(counted) and not all(counted):
             raise Combined("a reshape of rows and others into one dimension")
         out.append(labels if any(counted) else ())
+    if of_words:
+        raise Left("a reshape of words")
     return tuple(out)
 
 
@@ -254,12 +277,15 @@ def inferred(e: Equation, known: Sequence[Rows | None]) -> Step:
 
     def met(places: Sequence[tuple[int, int]]) -> Labels:
         """Returns the labels of a dimension that is one of each of these operands."""
-        labels = [ins[k][i] for k, i in places if known[k] is not None]
-        if any(one != labels[0] for one in labels):
-            raise Combined("it combines different rows", frozenset(sum(labels, ())))
+        found = {ins[k][i] for k, i in places if known[k] is not None}
+        if words_of(found):  # devices take their part of a whole value
+            found.discard(())
+        if len(found) > 1:
+            raise Combined("it combines different rows", frozenset(sum(found, ())))
+        labels = found.pop() if found else ()
         for k, i in places:
-            ins[k][i] = labels[0] if labels else ()
-        return labels[0] if labels else ()
+            ins[k][i] = labels
+        return labels
 
     links = [
         [(k, i) for k, i in enumerate(link or ()) if i is not None] for link in LINKS[e.name](e)
@@ -270,10 +296,23 @@ def inferred(e: Equation, known: Sequence[Rows | None]) -> Step:
             met([(0, i), (1, j)])
     used = {place for places in links for place in places}
     rest = [l for k, rows in enumerate(ins) for i, l in enumerate(rows) if (k, i) not in used]
-    summed = frozenset(expand(sum(rest, ())))
+    words = words_of(rest)
+    summed = frozenset(expand(sum(rest, ()))) - words
     if summed and e.name not in _SUMS:
         raise Combined("it combines rows", summed)
-    return Step(e, tuple(map(tuple, ins)), tuple([out for _ in e.made]), summed)
+    if words and (words_of(out) or len(words) > 1 or not _combines(e, ins, words)):
+        raise Left("it combines words")
+    return Step(e, tuple(map(tuple, ins)), tuple([out for _ in e.made]), summed, words)
+
+
+def _combines(e: Equation, ins: Sequence[Sequence[Labels]], words: frozenset[Label]) -> bool:
+    """Tells if an equation combines words as devices can that share them."""
+    if e.name != "gather":
+        return e.name in COMBINED
+    if math.prod(e.made[0]) > math.prod(e.given[0]) // 2:  # cheaper from whole words
+        return False
+    one = e.params["dimension_numbers"].collapsed_slice_dims
+    return {i for i, labels in enumerate(ins[0]) if words & {*labels}} <= {*one}
 
 
 def traced_back(e: Equation, made: Rows) -> Step:
@@ -368,7 +407,40 @@ def computed(step: Step, given: Sequence[Any], chunk: Chunk) -> list[Any]:
         if step.ins[0][params["dimension_numbers"].start_index_map[column]]:
             rows = jax.lax.broadcasted_iota(given[1].dtype, given[1].shape[:-1], d)
             given[1] = given[1].at[..., column].set(rows)
-    if any(isinstance(x, Summed) for x in given):
-        return [_multiplied(dataclasses.replace(e, params=params), given)]
-    results = e.eqn.primitive.bind(*given, **e.eqn.primitive.get_bind_params(params))
-    return list(results) if e.eqn.primitive.multiple_results else [results]
+
+    def bind(*given: Any) -> list[Any]:
+        if any(isinstance(x, Summed) for x in given):
+            return [_multiplied(dataclasses.replace(e, params=params), given)]
+        results = e.eqn.primitive.bind(*given, **e.eqn.primitive.get_bind_params(params))
+        return list(results) if e.eqn.primitive.multiple_results else [results]
+
+    if not (axes := chunk.sharing(step.words)):
+        return bind(*given)
+    (label,) = step.words
+    dim = step.ins[0].index((label,))
+    return combined(e.name, params, bind, given, axes, dim, chunk.firsts[label])
+
+
+def spread_over(step: Step, rows: Rows, chunk: Chunk) -> Axes:
+    """Returns the mesh axes over which gradients of an operand of these rows are added up."""
+    if step.call is not None:
+        return ()
+    meets = frozenset[Label]().union(*map(words_of, (*step.ins, *step.outs)))
+    return chunk.sharing(meets - words_of(rows))
+
+
+def of_layout(found: Rows, wanted: Rows) -> Step:
+    """Returns the step from a value to the same with other words whole, or in parts."""
+
+    def call(given: Sequence[Any], chunk: Chunk) -> list[Any]:
+        (x,) = given
+        for dim, (own, to) in enumerate(zip(found, wanted)):
+            for label in words_of([own]) ^ words_of([to]):
+                axes = chunk.sharing([label])
+                if own:
+                    x = gathered(x, axes, dim)
+                else:
+                    x = part(x, axes, dim, chunk.firsts[label], chunk.sizes[label])
+        return [x]
+
+    return Step(Equation(None, LAYOUT, {}, (), ()), (found,), (wanted,), call=call)

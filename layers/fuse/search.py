@@ -16,6 +16,7 @@ from .program import Equation, Program
 from .region import Part, Region, computed
 from .rows import Combined, Rows, labels_of, latest, traced_back
 from .sites import Left, Site
+from .words import Words, without_words, words_of
 
 WIDER = 4  # how many times larger logits are than what is no longer wide
 LARGEST_SCORES = {"cpu": 2**28, "gpu": 2**32}
@@ -56,13 +57,15 @@ class Search:
         of_rows = {d for d in of_rows if shape[d] > 1}
         width = lambda: math.prod([n for d, n in enumerate(shape) if d not in of_rows])
         self.words = width()
+        of_words = [n for d, n in enumerate(shape) if d not in of_rows and n > 1]
+        self._vocabularies = {n: Words(n) for n in of_words if not self.of_queries}
         if self.words < SMALLEST or not self._is_searched(len(batch)):
             raise _NoLogits
         while of_rows:
-            own = [(Label(n),) if d in of_rows else () for d, n in enumerate(shape)]
-            self.sources: dict[int, Rows] = {self.logits: tuple(own)}
+            own = tuple([(Label(n),) if d in of_rows else () for d, n in enumerate(shape)])
+            self.sources: dict[int, Rows] = {self.logits: self._with_words(self.logits, own)}
             self._search()
-            self.atoms = labels_of(latest(tuple(own)))
+            self.atoms = labels_of(latest(own))
             combined = {d for d in of_rows if self.combined & {*labels_of((own[d],))}}
             if not combined or combined == of_rows:
                 return
@@ -72,20 +75,28 @@ class Search:
 
     of_queries = False
 
+    def _with_words(self, v: int, rows: Rows) -> Rows:
+        """Returns a product's rows with labels of its words, the same for all of their number."""
+        left, out = {**self._vocabularies}, []
+        for labels, n in zip(without_words(rows), self.program.avals[v].shape):
+            words = None if labels else left.pop(n, None)
+            out.append((words,) if words else labels)
+        return tuple(out)
+
     def _is_searched(self, batches: int) -> bool:
         """Tells if a product with so many dimensions of a batch may make logits."""
         return not batches
 
     def is_wide(self, v: int, rows: Rows) -> bool:
-        sizes = zip(rows, self.program.avals[v].shape)
+        sizes = zip(without_words(rows), self.program.avals[v].shape)
         return WIDER * math.prod([n for labels, n in sizes if not labels]) > self.words
 
     def _lifts(self, v: int, rows: Rows) -> bool:
         """Tells if a value that does not depend on the logits is computed in chunks, too."""
-        if v in self.given or not self.is_wide(v, rows) or not any(rows):
+        if v in self.given or not self.is_wide(v, rows) or not labels_of(rows):
             return False
         if self.program.made(v)[1] == "dot_general":
-            self.sources[v] = rows
+            self.sources[v] = self._with_words(v, rows)
             raise _Again
         return True
 
@@ -118,7 +129,7 @@ class Search:
                     self.total, self.factors = self.summed, []  # these are known later
                 self.ends = [*dict.fromkeys(self.total if v == end else v for v in later)]
             try:
-                plan.need([(v, plan.rows[v]) for v in self.ends])
+                plan.need([(v, without_words(plan.rows[v])) for v in self.ends])
                 return
             except _Again:
                 continue
@@ -138,7 +149,7 @@ class Search:
             return None  # each turn would keep a gradient of the kernel's size
         with contextlib.suppress(Left):
             one = only_end(self.program, ends)
-            return one if one in self.plan.sums and not any(self.plan.rows[one]) else None
+            return one if one in self.plan.sums and not labels_of(self.plan.rows[one]) else None
         return None
 
     def _follow(self) -> tuple[list[int], list[int]]:
@@ -191,29 +202,30 @@ class Search:
         place = {l: i for i, l in enumerate(atoms)}
 
         def part(v: int, rows: Rows) -> Part:
-            own, slot = sorted(labels_of(latest(rows)), key=place.__getitem__), plan.slot(v, rows)
+            own, slot = labels_of(rows), plan.slot(v, rows)
+            own = sorted(own, key=place.__getitem__)
             assert slot is not None
             return Part(slot, rows, program.avals[v], tuple(own))
 
         for v in ends:
-            if {*labels_of(latest(plan.rows[v])), *expand(plan.sums.get(v, ()))} != {*atoms}:
+            if {*labels_of(plan.rows[v]), *expand(plan.sums.get(v, ()))} != {*atoms}:
                 raise Left("a value at its end is not of all rows")
-        sharding = program.avals[self.logits].sharding
-        if sharding.mesh.explicit_axes:
-            spec = zip(sharding.spec, self.sources[self.logits])
-            if any(entry is not None and not labels for entry, labels in spec):
-                raise Left("its words are split over a mesh")
-        first = lambda read: (-len(labels_of(latest(read[1]))), read[0] not in self.product.ins)
+        first = lambda read: (
+            -len(labels_of(read[1])),
+            read[0] not in self.product.ins,
+        )
         reads = sorted(plan.reads, key=first)
         parts = tuple([part(v, rows) for v, rows, _ in reads])
         lines = {v: program.line(v) for v in ends}  # the report names the first
         ends = sorted(ends, key=lambda v: "unknown" in lines[v])
-        made = [part(v, plan.rows[v]) for v in ends]
+        made = [part(v, without_words(plan.rows[v])) for v in ends]
         total = None if self.total is None else ends.index(self.total)
         factors = {e.index for e in self.factors}
         steps = [(step, *slots) for i, step, *slots in plan.order if i in factors]
         summed = plan.slot(self.summed, plan.rows[self.summed]) if self.factors else None, steps
-        region = Region(plan, atoms, parts, tuple(made), total, summed, 4 * self.words)
+        shared = {l for p in parts for l in words_of(p.rows)}
+        words = tuple([l for l in self._vocabularies.values() if l in shared])
+        region = Region(plan, atoms, words, parts, tuple(made), total, summed, 4 * self.words)
         count = math.prod([l.size for l in atoms])
         x = program.avals[self.product.ins[0]]
         (contracted, _), _ = self.product.params["dimension_numbers"]

@@ -1,6 +1,7 @@
 """Tests that losses nobody named are found, cut along their rows and computed as they stand."""
 
 import functools
+import math
 import re
 import types
 
@@ -366,15 +367,67 @@ def test_shard_map(check, eight_devices):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
-def test_words_that_types_split_stay(eight_devices):
-    mesh = jax.make_mesh((2,), ("model",), (AxisType.Explicit,), devices=eight_devices[:2])
-    x, w, other, v, y = arguments()
-    reports = []
-    with jax.set_mesh(mesh):
-        words = NamedSharding(mesh, P(None, "model"))
-        args = x, jax.device_put(w, words), other, jax.device_put(v, words), y
-        jax.eval_shape(fuse(tsallis, report=reports.append), *args)
-    assert [row.reason for row in reports[0].rows] == ["its words are split over a mesh"]
+def summed_up(x, w, other, v, y):
+    """Equations that combine words in ways that no rule knows."""
+    p = jax.nn.softmax(x @ w)
+    sizes = jnp.stack([p.max(-1), p.min(-1)], -1) * p.reshape(-1, 2, p.shape[1] // 2).sum(-1)
+    return jnp.mean(jnp.cumsum(p, -1) ** 2) + jnp.mean(
+        jnp.where(jnp.any(p > 0.1, -1), sizes.sum(-1), 0)
+    )
+
+
+def largest(x, w, other, v, y):
+    """Logits of one sign, whose best words are of any device, and labels outside."""
+    z = jnp.maximum(x @ w, -1)
+    outside = jnp.where(y % 9 == 0, y + 2000, y).astype(jnp.uint16)
+    filled = jnp.take_along_axis(z, outside[:, None].astype(jnp.int32), 1, fill_value=3)[:, 0]
+    clipped = jnp.take_along_axis(z, outside[:, None], 1, mode="clip")[:, 0]
+    best = jax.lax.top_k(z, 7)[0] * jnp.arange(7)
+    own = jnp.argmax(z, -1) + jnp.argmin(z, -1) * jax.lax.top_k(z, 3)[1].sum(-1)
+    return jnp.mean(filled * clipped + best.sum(-1) + jnp.exp(z).max(-1)) + jnp.mean(own) / 1e6
+
+
+def elsewhere(x, w, other, v, y):
+    """A bias, a penalty of each word and logits that are not all of rows and the words."""
+    z = (x * jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w + v[0]
+    scale = 1 + jnp.mean(z, -1, keepdims=True) ** 2
+    return jnp.mean(jnp.sum(jax.nn.softplus(z / scale - v[1]), -1) * (x[:, 0] + scale[:, 0]))
+
+
+SHARED = kl, distilled, brier, poly, smoothed, mixture, summed_up, largest, elsewhere
+
+
+AMBIGUOUS = distilled, poly, mixture, summed_up, largest  # on Explicit axes, without fuse, too
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "loss, kind",
+    [*[(l, "Auto") for l in SHARED], *[(l, "Explicit") for l in SHARED if l not in AMBIGUOUS]],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+def test_devices_share_words(loss, kind, shape, eight_devices):
+    """A vocabulary stays split: no more collectives than theirs, and none of logits or kernels."""
+    kinds, names = (getattr(AxisType, kind),) * len(shape), ("data", "model")[-len(shape) :]
+    mesh = jax.make_mesh(shape, names, kinds, devices=eight_devices[: math.prod(shape)])
+    reports, data = [], P("data" if len(shape) > 1 else None)
+    specs = data, P(None, "model"), data, P(None, "model"), data
+    run = lambda f, args: jax.jit(jax.value_and_grad(f, (0, 1, 3))).lower(*args).compile()
+    with jax.enable_x64(True), jax.set_mesh(mesh):
+        given = arguments(66, jnp.float64)
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
+        found, theirs = run(fuse(loss, report=reports.append), args), run(loss, args)
+        for a, b in zip(*map(jax.tree.leaves, (found(*args), theirs(*args))), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12 * np.abs(b).max())
+        assert found(*args)[1][1].sharding.is_equivalent_to(args[1].sharding, 2)
+    assert any(row.served.startswith("rows") for row in reports[0].rows), str(reports[0])
+    ours, own = hlo.collectives(found), hlo.collectives(theirs)
+    if loss is summed_up:  # what no rule knows is gathered, a chunk at a time
+        assert sum(c.bytes for c in ours) <= sum(c.bytes for c in own)
+        return
+    assert len(ours) <= len(own) or loss is largest  # which gathers what theirs has gathered once
+    assert all(c.bytes < 8 * WORDS for c in ours if c.kind == "all-gather")
+    assert sum(c.bytes for c in ours) <= sum(c.bytes for c in own)
 
 
 # ---------------------------------------------------------------- layouts, values, dtypes, memory
