@@ -18,16 +18,17 @@ MOST_BRANCHES, MOST_PARAMETERS = 20, 10
 # Whoever improves a number lowers its limit. The aims: 26,000 lines of package and 5,400 of fuse,
 # no function above 40 branch points, twelve above 20, no function of more than ten parameters but
 # public operations. What stands between: totals of losses, gradients at once, attention along
-# queries, kernels with a batch dimension, and rows that see nothing, evaluated and not derived;
-# what scores.py says of picks and averages goes where rows serve as fast.
+# queries, kernels with a batch dimension, rows that see nothing, evaluated and not derived, and
+# words of a loss in rows that devices share (340: no wide array is gathered that plain jnp has in
+# parts); what scores.py says of picks and averages goes where rows serve as fast.
 LIMITS = {
-    "lines of the package": 29_160,
-    "lines of C++ and CUDA": 6_150,
-    "lines of layers/fuse": 8_900,
+    "lines of the package": 29_440,
+    "lines of C++ and CUDA": 6_130,
+    "lines of layers/fuse": 9_240,
     "lines of benchmarks": 3_500,
     "files of results": 15,
     "longest module": 700,
-    "functions of more than 20 branch points": 39,
+    "functions of more than 20 branch points": 38,
     "functions of more than 40 branch points": 3,
     "functions of more than 10 parameters": 4,
     "names of one letter, in a hundred": 19,
