@@ -704,7 +704,7 @@ MUTANTS = [
         "layers/fuse/search.py",
         "if numbers & (plan.rows.keys() | plan.lost.keys()):",
         "if True:",
-        "tests/fuse/test_rows.py::test_means_of_no_rows[product-square]",
+        "tests/fuse/test_rows.py::test_means_of_no_rows[select-square]",
     ),
     Mutant(  # the gradients of what is returned beside a loss
         "layers/fuse/region.py",
