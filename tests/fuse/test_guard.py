@@ -1,6 +1,7 @@
 """Whatever fails while `fuse` looks at a function, it runs as it was, and a row says so."""
 
 import collections
+import contextlib
 import functools
 import importlib
 import inspect
@@ -87,6 +88,38 @@ AROUND = {
 }
 
 
+@contextlib.contextmanager
+def calls_seen_by(hook):
+    """Gives `hook` the code of each function that is called, until it raises.
+
+    Where it returns False, Python 3.12 does not ask about this code again: a trace takes a quarter.
+    """
+    if sys.version_info < (3, 12):
+        sys.setprofile(lambda frame, event, _: hook(frame.f_code) if event == "call" else None)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+        return
+    monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
+
+    def enter(code, _):
+        try:
+            return None if hook(code) else monitoring.DISABLE
+        except Planted:
+            monitoring.set_events(tool, 0)
+            raise
+
+    monitoring.use_tool_id(tool, "calls")
+    monitoring.register_callback(tool, monitoring.events.PY_START, enter)
+    monitoring.set_events(tool, monitoring.events.PY_START)
+    try:
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
+
+
 def traced(name, planted=None, last=0):
     """Traces a program with an exception in the n-th call of a function of `layers/fuse`.
 
@@ -95,16 +128,14 @@ def traced(name, planted=None, last=0):
     function, args, quantization = PROGRAMS[name]
     reports, calls = [], collections.Counter()
 
-    def hook(frame, event, _):
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(FOLDER):
-            return
-        if code.co_name in PARTS:
-            return
+    def hook(code):
+        if not code.co_filename.startswith(FOLDER) or code.co_name in PARTS:
+            return False
         key = os.path.basename(code.co_filename), code.co_qualname, code.co_firstlineno
         calls[key] += not (calls[key] and code.co_flags & inspect.CO_GENERATOR)
         if key == planted and calls[key] == (last or 1):
-            raise Planted("by the test")  # JAX's frames pass it on, and Python removes the hook
+            raise Planted("by the test")  # JAX's frames pass it on
+        return True
 
     fused = normfuse.fuse(
         lambda *args: function(*args), quantization=quantization, report=reports.append
@@ -112,11 +143,8 @@ def traced(name, planted=None, last=0):
     leaves, tree = jax.tree.flatten(args)
     with fuse_cases.quiet():
         call = lambda *leaves: fused(*jax.tree.unflatten(tree, leaves))
-        sys.setprofile(hook)
-        try:
+        with calls_seen_by(hook):
             closed = jax.make_jaxpr(call)(*leaves)
-        finally:
-            sys.setprofile(None)
     return lambda: jaxpr_as_fun(closed)(*leaves), reports[-1], calls
 
 
