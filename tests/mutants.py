@@ -646,9 +646,15 @@ MUTANTS = [
         "    if False:",
         "tests/fuse/test_losses.py::test_totals[weights]",
     ),
+    Mutant(  # gradients at once of several totals
+        "layers/fuse/search.py",
+        "            if self.program.avals[one].shape:",
+        "            if False:",
+        "tests/fuse/test_rows.py::test_gradients_come_with_the_loss[of_several_totals]",
+    ),
     Mutant(  # rows that an equation combines
         "layers/fuse/rows.py",
-        "    if summed and e.name not in _SUMS:",
+        "    if summed and e.name not in SUMS:",
         "    if False:",
         "tests/fuse/test_rows.py::test_what_stays[normalised]",
     ),
@@ -792,7 +798,7 @@ MUTANTS = [
     ),
     Mutant(  # attention of any size is cut along its queries
         "layers/fuse/search.py",
-        "aval.size * aval.dtype.itemsize > LARGEST_SCORES[_platform()]",
+        'aval.size * aval.dtype.itemsize > LARGEST_SCORES["cpu" if on_cpu() else "others"]',
         "scores.size > 0",
         "tests/fuse/test_queries.py::test_small_scores_stay",
     ),

@@ -163,10 +163,6 @@ class Plan:
           Left: for a value that does not have these rows.
         """
         stack, planned = [*wanted], []
-        plan = lambda index, step, reads, slots: (
-            planned.append((index, step, reads, slots)),
-            stack.extend(reads),
-        )
         while stack:
             v, rows = stack.pop()
             if self.slot(v, rows) is not None:
@@ -176,11 +172,14 @@ class Plan:
                 raise self.lost[v]
             step, own = self._source(v, made, rows)
             if latest(own) != latest(rows):
-                index, slots = -1 if made is None else made.index, [self._new(v, rows)]
-                plan(index + 0.5, of_layout(latest(own), latest(rows)), [(v, own)], slots)
+                index, layout = made.index if made else -1, of_layout(latest(own), latest(rows))
+                planned.append((index + 0.5, layout, [(v, own)], [self._new(v, rows)]))
+                stack.append((v, own))
             elif step is not None and made is not None:
                 slots = [self._new(u, r) for u, r in zip(made.outs, step.outs)]
-                plan(made.index, step, [*zip(made.ins, step.ins)], slots)
+                reads = [*zip(made.ins, step.ins)]
+                planned.append((made.index, step, reads, slots))
+                stack += reads
             elif x is not None and not self.program.avals[v].ndim and not isinstance(x, Tracer):
                 self.consts[self._new(v, rows)] = x
             else:
@@ -221,8 +220,10 @@ class Plan:
             (of_products if alone else others).update(ins)
         return of_products - others
 
-    def run(self, given: Mapping[int, Any], chunk: Chunk) -> dict[int, Any]:
-        """Returns the values of a chunk by their slots, given those of `reads`."""
+    def run(
+        self, given: Mapping[int, Any], chunk: Chunk, order: Iterable[Any] | None = None
+    ) -> dict[int, Any]:
+        """Returns the values of a chunk by their slots, given those that steps of `order` read."""
         env: dict[Any, Any] = {**self.consts, **given}
 
         def read(step: Step, slot: int, rows: Rows) -> Any:
@@ -231,7 +232,7 @@ class Plan:
                 return env[(slot, axes) if axes else slot]
             return env.setdefault((slot, axes), spread(env[slot], axes))
 
-        for _, step, ins, outs in self.order:
+        for _, step, ins, outs in self.order if order is None else order:
             parts = [read(step, *one) for one in zip(ins, step.ins)]
             env |= zip(outs, computed(step, parts, chunk), strict=True)
         return env

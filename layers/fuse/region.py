@@ -45,7 +45,6 @@ from ..cross_entropy.linear import match_spec
 from .labels import Label, Labels, expand
 from .plan import Plan
 from .rows import LAYOUT, Chunk, Rows, Summed, latest
-from .rows import computed as computed_step
 from .words import words_of
 
 _PARTS, _FEW = 8, 16  # chunks of rows, but not of fewer than these
@@ -157,10 +156,8 @@ class Region:
     def multiplied(self, total: Any, *operands: Any) -> Any:
         """Returns the total of all chunks as the end that it is."""
         slot, steps = self.summed
-        env = {slot: total} | self.plan.consts
-        env |= {p.slot: x for p, x in zip(self.reads, operands) if not p.atoms}
-        for step, ins, outs in steps:
-            env |= zip(outs, computed_step(step, [env[i] for i in ins], self.whole), strict=True)
+        given = {p.slot: x for p, x in zip(self.reads, operands) if not p.atoms}
+        env = self.plan.run({slot: total, **given}, self.whole, steps)
         return env[self.ends[self.total or 0].slot]
 
 
@@ -295,6 +292,11 @@ def _define(spec: Spec, *operands: Array) -> list[Array]:
     return spec.finished(spec.function(spec.region.whole)(*operands), operands)
 
 
+def on_cpu() -> bool:
+    """Tells if programs run on CPUs, where a chunk costs little beside its products."""
+    return jax.default_backend() == "cpu"
+
+
 def _sizes(spec: Spec, shape: Sequence[int], shared: bool = False) -> tuple[int, ...]:
     """Returns how many rows of each dimension a chunk has: of one a part, of those before it 1.
 
@@ -304,7 +306,7 @@ def _sizes(spec: Spec, shape: Sequence[int], shared: bool = False) -> tuple[int,
     """
     total, sizes = math.prod(shape), []
     most = max(1, CHUNK_BYTES // spec.region.width)
-    if jax.default_backend() == "cpu":
+    if on_cpu():
         most = min(most, max(-(-total // _PARTS), min(_FEW, -(-total // 2))))
     for i, n in enumerate(shape):
         inner = math.prod(shape[i + 1 :])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .labels import Label, Labels, expand, regroup
 from .sites import Left
-from .words import COMBINED, Axes, combined, gathered, part, without_words, words_of
+from .words import COMBINED, SUMS, Axes, combined, gathered, part, without_words, words_of
 
 Rows = tuple[Labels, ...]
 """For each dimension of an array the labels of the rows that it counts; () for another one."""
@@ -206,7 +206,6 @@ stop_gradient sub tan tanh xor
 """.split()
 _ON_DEVICES = "sharding_constraint", "pvary", "pcast"  # nothing to a chunk on one device
 _RESHAPES = "reshape", "squeeze", "expand_dims"
-_SUMS = "reduce_sum", "dot_general"
 LAYOUT = "layout"  # no equation of the program: of words that are whole to parts, or back
 _REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 LINKS: Mapping[str, Callable[[Equation], Sequence[Link]]] = {
@@ -298,7 +297,7 @@ def inferred(e: Equation, known: Sequence[Rows | None]) -> Step:
     rest = [l for k, rows in enumerate(ins) for i, l in enumerate(rows) if (k, i) not in used]
     words = words_of(rest)
     summed = frozenset(expand(sum(rest, ()))) - words
-    if summed and e.name not in _SUMS:
+    if summed and e.name not in SUMS:
         raise Combined("it combines rows", summed)
     if words and (words_of(out) or len(words) > 1 or not _combines(e, ins, words)):
         raise Left("it combines words")
@@ -423,7 +422,7 @@ def computed(step: Step, given: Sequence[Any], chunk: Chunk) -> list[Any]:
 
 def spread_over(step: Step, rows: Rows, chunk: Chunk) -> Axes:
     """Returns the mesh axes over which gradients of an operand of these rows are added up."""
-    if step.call is not None:
+    if step.call is not None or not chunk.axes:
         return ()
     meets = frozenset[Label]().union(*map(words_of, (*step.ins, *step.outs)))
     return chunk.sharing(meets - words_of(rows))

@@ -7,19 +7,17 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
 from .labels import Label, expand
 from .losses import SMALLEST
 from .plan import Plan, before_factors, needed_beside, only_end, read_by_rules
 from .program import Equation, Program
-from .region import Part, Region, computed
+from .region import Part, Region, computed, on_cpu
 from .rows import Combined, Rows, labels_of, latest, traced_back
 from .sites import Left, Site
 from .words import Words, without_words, words_of
 
 WIDER = 4  # how many times larger logits are than what is no longer wide
-LARGEST_SCORES = {"cpu": 2**28, "gpu": 2**32}
+LARGEST_SCORES = {"cpu": 2**28, "others": 2**32}
 """Bytes of scores, from which on what takes more products is cut: attention that no kernel serves,
 and on GPUs losses of pairs both ways. On an H200 these take 1.4 to 2.1 times as long."""
 
@@ -149,7 +147,9 @@ class Search:
             return None  # each turn would keep a gradient of the kernel's size
         with contextlib.suppress(Left):
             one = only_end(self.program, ends)
-            return one if one in self.plan.sums and not labels_of(self.plan.rows[one]) else None
+            if self.program.avals[one].shape:
+                return None  # each of several totals has a gradient of its own
+            return one if one in self.plan.sums else None
         return None
 
     def _follow(self) -> tuple[list[int], list[int]]:
@@ -221,7 +221,7 @@ class Search:
         made = [part(v, without_words(plan.rows[v])) for v in ends]
         total = None if self.total is None else ends.index(self.total)
         factors = {e.index for e in self.factors}
-        steps = [(step, *slots) for i, step, *slots in plan.order if i in factors]
+        steps = [one for one in plan.order if one[0] in factors]
         summed = plan.slot(self.summed, plan.rows[self.summed]) if self.factors else None, steps
         shared = {l for p in parts for l in words_of(p.rows)}
         words = tuple([l for l in self._vocabularies.values() if l in shared])
@@ -298,7 +298,7 @@ def found(
             try:
                 if not one.ends or one.left and not both:
                     raise Left(one.why or "its logits are read as a whole")
-                if both and _platform() == "gpu" and not _is_large(program, one.logits):
+                if both and not on_cpu() and not _is_large(program, one.logits):
                     raise Left("cut along rows and along columns it takes longer")
                 yield one.site(quantization)
                 served |= {*one.sources}
@@ -306,13 +306,9 @@ def found(
                 yield product.outs[0], str(why)
 
 
-def _platform() -> str:
-    return "cpu" if jax.default_backend() == "cpu" else "gpu"
-
-
 def _is_large(program: Program, scores: int) -> bool:
     aval = program.avals[scores]
-    return aval.size * aval.dtype.itemsize > LARGEST_SCORES[_platform()]
+    return aval.size * aval.dtype.itemsize > LARGEST_SCORES["cpu" if on_cpu() else "others"]
 
 
 def _both_ways(program: Program, searches: Sequence[Search]) -> bool:

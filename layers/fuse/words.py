@@ -83,7 +83,7 @@ def gathered(x: Any, axes: Axes, dim: int) -> Any:
 
 # ---------------------------------------------------------------- rules
 
-_SUMS = "reduce_sum", "dot_general"
+SUMS = "reduce_sum", "dot_general"
 _LARGEST = {
     "reduce_max": lax.pmax,
     "reduce_or": lax.pmax,
@@ -91,7 +91,7 @@ _LARGEST = {
     "reduce_and": lax.pmin,
 }
 _FIRST = "argmax", "argmin"
-COMBINED = frozenset((*_SUMS, *_LARGEST, *_FIRST, "gather"))
+COMBINED = frozenset((*SUMS, *_LARGEST, *_FIRST, "gather"))
 """Equations that combine words as devices can: each its part, then a few numbers of each."""
 
 
@@ -105,7 +105,7 @@ def combined(
       axes: those over which devices share the words, dimension `dim` of the first operand.
       first: the device's first word.
     """
-    if name in _SUMS:
+    if name in SUMS:
         return [add_up(bind(*given)[0], axes)]
     if name in _LARGEST:
         return [_largest(_LARGEST[name], lambda x: bind(x)[0], given[0], axes, params["axes"])]

@@ -137,6 +137,10 @@ ENDS = {  # of a number for each row, another and weights
     "product": lambda n, m, w: n.mean() * jnp.tanh(m.mean()),
     "dot": lambda n, m, w: n @ w,
     "largest": lambda n, m, w: n.max() + m.sum() / 9,
+    "several": lambda n, m, w: jnp.tanh(jnp.stack([n, m], -1).mean(0)).sum(),
+    "several, weighted": lambda n, m, w: jnp.square(w @ jnp.stack([n, m, n * m], -1)).sum(),
+    "several, kept": lambda n, m, w: jnp.sin(jnp.sum((n * w)[:, None], 0, keepdims=True)).mean(),
+    "several, of words": lambda n, m, w: jnp.tanh((n[:, None] * jnp.arange(3.0)).mean(0)).max(),
 }
 BESIDE = {  # what is returned beside the loss
     "nothing": lambda n, m, w: (),

@@ -592,6 +592,11 @@ def of_two_means(x, w, other, v, y):
     return jnp.mean(p**2) * jnp.mean(pick(p, y))
 
 
+def of_several_totals(x, w, other, v, y):
+    p = jax.nn.softmax(x @ w)
+    return jnp.sum(jnp.tanh(jnp.stack([p.max(-1), p.min(-1)], -1).sum(0)))
+
+
 def in_turns(x, w, other, v, y):
     return in_scan(tsallis)(x, w, other, v, y)
 
@@ -610,6 +615,7 @@ PRODUCTS = {
     two_heads: (AT_ONCE, 6),
     of_a_mean: (AT_ONCE, 3),
     of_two_means: (AGAIN, 4),
+    of_several_totals: (AGAIN, 4),
     in_turns: (AGAIN, 4),
     jax.checkpoint(tsallis): (AT_ONCE, 4),  # nothing is kept: the value alone in the forward
 }
