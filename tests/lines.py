@@ -22,7 +22,7 @@ MOST_BRANCHES, MOST_PARAMETERS = 20, 10
 # words of a loss in rows that devices share (340: no wide array is gathered that plain jnp has in
 # parts); what scores.py says of picks and averages goes where rows serve as fast.
 LIMITS = {
-    "lines of the package": 29_448,
+    "lines of the package": 29_437,
     "lines of C++ and CUDA": 6_130,
     "lines of layers/fuse": 9_234,
     "lines of benchmarks": 3_500,

@@ -132,7 +132,7 @@ def layout(
     # Blocks of 16 rows a thread: two threads high if they fit, so that runs of qt have 32 bytes,
     # and higher if rows have few threads.
     for height in (8, 4, 2, 1):
-        chosen = CastLayout(width[blocks], height, 4, group=1)
+        chosen = CastLayout(width[blocks], height, 4)
         threads = chosen.width * height
         shared = shared_bytes(chosen, blocks, itemsize, centred=centred)
         enough = max(_LEAST_THREADS, min(wanted, 4 * chosen.width), 2 * chosen.width)

@@ -511,7 +511,7 @@ __device__ inline void run(const Operands& given IF(PER_EXAMPLE, , long long tok
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     quantize_norm(const X* x,
-           // clang-format off
+                  // clang-format off
            IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
            IF(HAS_BIAS, const BIAS_TYPE* bias,)

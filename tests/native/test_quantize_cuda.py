@@ -292,7 +292,7 @@ def unit(values):
     return np.abs(values) * 2.0**-24
 
 
-CLUSTER = CastLayout(32, 2, 2, group=1)  # blocks of 32 rows and 256 columns
+CLUSTER = CastLayout(32, 2, 2)  # blocks of 32 rows and 256 columns
 WARPS = CastLayout(64, 1, 4, group=1)  # blocks of 16 rows and 512 columns, by two warps
 NARROW = CastLayout(16, 8, 2, group=1)
 
