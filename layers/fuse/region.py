@@ -156,8 +156,8 @@ class Region:
     def multiplied(self, total: Any, *operands: Any) -> Any:
         """Returns the total of all chunks as the end that it is."""
         slot, steps = self.summed
-        given = {p.slot: x for p, x in zip(self.reads, operands) if not p.atoms}
-        env = self.plan.run({slot: total, **given}, self.whole, steps)
+        given: dict[Any, Any] = {p.slot: x for p, x in zip(self.reads, operands) if not p.atoms}
+        env = self.plan.run(given | {slot: total}, self.whole, steps)
         return env[self.ends[self.total or 0].slot]
 
 
