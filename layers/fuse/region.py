@@ -114,7 +114,7 @@ class Region:
     reads: tuple[Part, ...]
     ends: tuple[Part, ...]
     total: int | None
-    summed: tuple[int | None, Sequence[tuple[Any, ...]]]
+    summed: tuple[Any, Sequence[tuple[Any, ...]]]
     width: int
 
     def __repr__(self) -> str:
@@ -156,8 +156,8 @@ class Region:
     def multiplied(self, total: Any, *operands: Any) -> Any:
         """Returns the total of all chunks as the end that it is."""
         slot, steps = self.summed
-        given: dict[Any, Any] = {p.slot: x for p, x in zip(self.reads, operands) if not p.atoms}
-        env = self.plan.run(given | {slot: total}, self.whole, steps)
+        given = {p.slot: x for p, x in zip(self.reads, operands) if not p.atoms}
+        env = self.plan.run({slot: total, **given}, self.whole, steps)
         return env[self.ends[self.total or 0].slot]
 
 
