@@ -1341,6 +1341,18 @@ MUTANTS = [
         "while False:",
         "tests/train/test_distributed.py::test_processes_wait_for_the_last_one",
     ),
+    Mutant(  # bytes of an image among those of the text
+        "train/documents.py",
+        'if b"\\0" in content:',
+        "if kind in _NO_TEXT:",
+        "tests/train/test_data.py::test_files_without_texts_are_refused",
+    ),
+    Mutant(  # several files of JSON are their bytes
+        "train/text.py",
+        '{file.suffix.lower() for file in files} == {".json"}',
+        'len(files) == 1 and files[0].suffix == ".json"',
+        "tests/train/test_data.py::test_documents_are_lines_of_json_rows_and_files",
+    ),
     Mutant(
         "train/loop.py",
         "seconds = now - max(started, self._finished)",

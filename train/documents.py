@@ -27,14 +27,14 @@ def read(path: Path, field: str, alone: bool) -> Iterable[bytes]:
     kind = path.suffix.lower()[1:]
     if path.is_dir():
         return _texts(path, _rows(path), field)
-    if kind in _NO_TEXT:
-        cure = "unpack it, let `datasets` save it to disk, or leave it out by a glob"
+    content = b"\0" if kind in _NO_TEXT else path.read_bytes()
+    if b"\0" in content:
+        cure = "unpack it, write it as UTF-8, let `datasets` save it, or leave it out by a glob"
         raise UsageError(f"--data.path {path} is no text: {cure}.")
-    content = path.read_bytes()
-    if kind in ("jsonl", "ndjson"):
-        return _texts(path, content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), field)
-    if kind == "json" and alone and content.lstrip()[:1] == b"[":  # among others, it may be code's
+    if kind == "json" and alone and content.lstrip()[:1] == b"[":
         return _texts(path, json.loads(content), field)
+    if kind in ("jsonl", "ndjson") or (kind == "json" and alone):  # among others it may be code's
+        return _texts(path, content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), field)
     return [content]
 
 

@@ -76,7 +76,8 @@ def load(
     """
     name, files = _standard_library() if path is None else _find(path)
     with named("--data.path", path):
-        documents = [text for file in files for text in read(file, field, len(files) == 1)]
+        alone = {file.suffix.lower() for file in files} == {".json"}
+        documents = [text for file in files for text in read(file, field, alone)]
     content = b"".join(documents)
     source = name if path is None else f"--data.path {path}"
     if not content:
@@ -102,8 +103,7 @@ def load(
             f"vocab-size is {vocab_size}. Give --model.vocab-size {-(-needed // 128) * 128}."
         )
     sha256 = hashlib.sha256(content).hexdigest()
-    counts = len(files), len(documents)
-    return Text(name, *counts, sha256, encoder, train, held_out, len(content))
+    return Text(name, len(files), len(documents), sha256, encoder, train, held_out, len(content))
 
 
 def _split(documents: list[bytes], size: int) -> tuple[list[bytes], list[bytes]]:

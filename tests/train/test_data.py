@@ -20,7 +20,7 @@ from normfuse.train.text import load
 def numbers(tmp_path):
     """A thousand bytes that tell their position."""
     path = tmp_path / "numbers.txt"
-    path.write_bytes(bytes(i % 251 for i in range(1000)))
+    path.write_bytes(bytes(1 + i % 250 for i in range(1000)))
     return path
 
 
@@ -71,9 +71,15 @@ def test_documents_are_lines_of_json_rows_and_files(tmp_path, monkeypatch):
     sizes = {"seq_len": 0, "vocab_size": 256}
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     (tmp_path / "x.json").write_text(json.dumps(lines))
-    for name in ("x.jsonl", "x.json"):
+    (tmp_path / "lines.json").write_bytes((tmp_path / "x.jsonl").read_bytes())
+    for name in ("x.jsonl", "x.json", "lines.json"):
         found = load(str(tmp_path / name), **sizes)
         assert (_whole(found), found.files, found.documents) == (texts, 1, 2)
+    found = load(str(tmp_path / "*.json"), **sizes)
+    assert (_whole(found), found.files, found.documents) == (2 * texts, 2, 4)
+    assert (
+        load(str(tmp_path / "*.json*"), **sizes).documents == 4
+    )  # beside others, texts as they are
     (tmp_path / "other.ndjson").write_bytes(
         b'\xef\xbb\xbf{"prompt": "scale of the layer for once"}'
     )
@@ -106,8 +112,10 @@ def test_documents_are_lines_of_json_rows_and_files(tmp_path, monkeypatch):
         ("x.ndjson", "{a", "line 1, has no text 'text': b'{a'"),
         ("x.jsonl", "\n\n", "is empty"),
         ("x.json", '[{"a": "b"}]', "line 1, has no text 'text': {'a': 'b'}"),
-        ("x.parquet", "PAR1", "x.parquet is no text: unpack it, let `datasets`"),
+        ("x.json", '{"data": []}', """line 1, has no text 'text': b'{"data": ..}'"""),
+        ("x.parquet", "PAR1", "x.parquet is no text: unpack it, .*let `datasets`"),
         ("x.txt.gz", "", "x.txt.gz is no text: unpack it"),
+        ("x.png", "\x89PNG\r\n\0", "x.png is no text: .* leave it out by a glob"),
     ],
 )
 def test_files_without_texts_are_refused(tmp_path, name, content, message):
