@@ -20,7 +20,6 @@ from .scores import Operands, ScoreForms, conjuncts
 from .sites import Left, Read, Site, called, said
 from .unseen import kind_of
 
-_CHANGING = "mul", "div", "select_n", "add", "sub"
 MASKED = -1e4
 """A mask writes this or less into scores that it takes away. exp(-1e4) is 0 in float32."""
 LARGEST_BIAS = 1e4
@@ -533,47 +532,13 @@ def _seen(length: int, keys: int, given: Any, causal: bool, window: int | None) 
     return functools.reduce(jnp.logical_and, parts)
 
 
-# ---------------------------------------------------------------- what is none
-
-
-def _changed(forms: ScoreForms) -> Iterator[tuple[int, str]]:
-    """Yields probabilities that reach a product as something else, and what changes them."""
-    g = forms.program
-    done = {form.base.dot for form in forms.of.values() if form.is_attention}
-    for v, form in forms.of.items():
-        terms = [(t.kind, t.base, factor) for t, factor in form.terms]
-        if not form.soft or terms != [("lse", form.base, -1)] or form.base.dot in done:
-            continue
-        operands = zip(form.base.dot.ins, forms.sides[form.base.dot])
-        roots = [forms.peel(u, dims)[0] for u, dims in operands]
-        if any(u not in g.maker and g.avals[u].ndim <= 2 for u in roots):
-            continue  # logits of a kernel, or a router's
-        if (why := _before_a_product(g, v)) is not None:
-            done.add(form.base.dot)
-            yield v, f"its probabilities are changed ({why})"
-
-
-def _before_a_product(program: Program, v: int) -> str | None:
-    """Returns what changes a value before a product reads it; None if none does."""
-    names, seen, stack = {}, {v}, [v]
-    size, reached = program.avals[v].size, False
-    while stack:
-        for reader in program.readers.get(stack.pop(), ()):
-            reached |= reader.name == "dot_general"
-            names[reader.name] = reader
-            for out in reader.outs:
-                if out not in seen and program.avals[out].size == size:
-                    seen.add(out)
-                    stack.append(out)
-    if not reached:
-        return None
-    changing = [e for name, e in names.items() if name in _CHANGING]
-    if any(program.is_random(u) for e in changing for u in e.ins if u not in seen):
-        return "dropout"
-    return ", ".join(name for name in names if name in _CHANGING) or None
-
-
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of attention in a program; a value and the reason where one is left."""
     yield from forms.ends("is_attention", site_of)
-    yield from _changed(forms)
+    g, whole = forms.program, {f.base.dot for f in forms.of.values() if f.is_attention}
+    soft = {f.base.dot: v for v, f in forms.of.items() if f.is_softmax}
+    for dot, v in soft.items():
+        is_batched = any(dot.params["dimension_numbers"][1])  # no logits, and no router's
+        if is_batched and dot not in whole and (readers := g.readers.get(v)):
+            names = dict.fromkeys(map(g.described, readers))
+            yield v, f"its probabilities are read by {', '.join(names)}"

@@ -83,15 +83,15 @@ def test_a_factor_of_two_values_is_dropout(name):
 OTHERS = {  # and the reason that the attention stays
     "three values": (
         lambda p: p * jax.random.randint(jax.random.key(0), p.shape, 0, 3).astype(p.dtype),
-        "its probabilities are changed (dropout)",
+        "its probabilities are read by mul at",
     ),
     "two values, neither 0": (
         lambda p: p * jnp.where(kept(p.shape), 1.0, 0.5),
-        "its probabilities are changed (dropout)",
+        "its probabilities are read by mul at",
     ),
     "a mask of heads": (
         lambda p: p * jnp.asarray([1.0, 0.5])[:, None, None],
-        "its probabilities are changed (mul)",
+        "its probabilities are read by mul at",
     ),
     "a threshold of themselves": (lambda p: jnp.where(p > 0.1, p, 0), "its scores are read by gt"),
 }
