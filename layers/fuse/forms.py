@@ -1,7 +1,7 @@
 """Forms: what a value is in terms of the scores of one product.
 
-A `Form` is a linear function of scores, or its exponential, combined with masks, biases, one-hot
-arrays and weights.
+A `Form` is a linear function of scores, or its exponential, combined with masks, biases and one-hot
+arrays.
 """
 
 import dataclasses
@@ -112,7 +112,6 @@ class Form:
       summed: what labels beside its axis an array with one-hot factors was summed over.
       mixed: the product with v, of an exponential.
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
-      weights: (value, labels) of what it was multiplied by before.
       stopped: the scores went through `stop_gradient`.
       dropout: what probabilities were multiplied by before their product with v.
     """
@@ -126,7 +125,6 @@ class Form:
     summed: frozenset[Label] = frozenset()
     mixed: Mixed | None = None
     safe: bool = False
-    weights: tuple[tuple[int, Dims], ...] = ()
     stopped: bool = False
     dropout: Dropout | None = None
 
@@ -143,18 +141,18 @@ class Form:
         return plain and self.terms == own
 
     @property
+    def is_linear(self) -> bool:
+        """Tells if it is a linear function of scores and terms, and nothing more."""
+        return not (self.exp or self.hot or self.mixed)
+
+    @property
     def is_scores(self) -> bool:
-        plain = not (self.exp or self.terms or self.hot or self.mixed or self.weights)
-        return plain and self.along == 1 and not self.summed
+        return self.is_linear and self.along == 1 and not (self.terms or self.summed)
 
     @property
     def is_maximum(self) -> bool:
-        return (
-            not self.exp
-            and not self.along
-            and bool(self.terms)
-            and all(t.kind in MAXIMA for t, _ in self.terms)
-        )
+        only = all(t.kind in MAXIMA for t, _ in self.terms)
+        return not (self.exp or self.along) and bool(self.terms) and only
 
     @property
     def is_attention(self) -> bool:
@@ -166,7 +164,7 @@ class Form:
     @property
     def is_loss(self) -> bool:
         """Tells if it is log-sum-exps and picked elements alone, of the same scores and axis."""
-        if self.exp or self.along or self.hot or self.mixed or not self.terms:
+        if not self.is_linear or self.along or not self.terms:
             return False
         places = {(t.base, t.axis) for t, _ in self.terms}
         labels = {(t.labels, t.outside) for t, _ in self.terms if t.kind == "pick"}

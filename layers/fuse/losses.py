@@ -39,37 +39,35 @@ _ARGMAX = ", argmax"
 _SELECTING = "select_n", "clamp"
 
 
-class Loss:
-    """A number for each row, of log-sum-exps and picked elements of x · kernel.
+class Logits:
+    """The logits that losses are of: x · kernel, what is added to them and what replaces them.
+
+    Args:
+      counted: the labels of the losses' rows.
 
     Attributes:
-      value: it in the program.
-      of: the logits' product: x is cut to `rows` and multiplied by `factor`, and the kernel is
+      of: their product: x is cut to `rows` and multiplied by `factor`, and the kernel is
         `transposed` where it is stored (vocabulary, features).
-      labels: a pick's (value, labels, order), None for log-sum-exps alone.
-      outside: what one outside the vocabulary gives.
-      lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
-      form: the value's; it has what is summed over, and the weights before.
       hidden: the words whose logits a mask replaces, and the number that it writes; None.
+      reads: what they are computed from.
+      why: why gradients are not in FP8, if these are asked for; "".
 
     Raises:
-      Left: where the value has to stay as it is, with the reason.
+      Left: where they have to stay as they are, with the reason.
     """
 
-    def __init__(self, forms: ScoreForms, value: int, form: Form, *, quantization: Any):
-        g, (first, _) = forms.program, next(iter(form.terms))
-        if g.is_within(value):
-            raise Left("a function with a derivative of the user's own computes it")
-        base = first.base
-        found = self.of = Operands(forms, base, first.axis, scale=False)
+    def __init__(
+        self, forms: ScoreForms, base: Scores, axis: Any, counted: Labels, quantization: Any
+    ):
+        g, found = forms.program, Operands(forms, base, axis, scale=False)
         words, contract = found.axis, found.contract
-        self.vocabulary = size(words)
-        if not any(t.kind in ("lse", "mean") for t, _ in form.terms):
-            raise Left("an element of the logits, and no log-sum-exp")
+        self.of, self.vocabulary = found, size(words)
         if self.vocabulary < SMALLEST:
             raise Left(f"{self.vocabulary} classes only")
-        hidden = self.hidden = _hidden(g, base, words)
-        order, have = atoms(found.w[1]), set(atoms(found.x[1]))
+        self.hidden = _hidden(g, base, words)
+        # On a mesh devices would have to exchange what `_unread` reads.
+        self.hides_numbers = bool(self.hidden) and g.avals[found.w[0]].sharding.mesh.empty
+        order, have = atoms(found.w[1]), {*atoms(found.x[1])}
         self.transposed = order == (*words, *contract)
         kernel_to = (words, contract) if self.transposed else (contract, words)
         if order != (*kernel_to[0], *kernel_to[1]) or any(l.free for l in order):
@@ -77,159 +75,19 @@ class Loss:
         if {*atoms(found.sides[found.right])} != {*order} or have & {*order} != {*contract}:
             raise Left("its product is not of rows and the kernel")
         whole = [a for a in atoms(found.sides[found.left]) if a not in contract]
-        cuts = {l.cut[0]: l for l in (*atoms(form.dims), *form.summed) if l.cut}
-        rows = self.rows = tuple(cuts.get(a, a) for a in whole)
-        if {*atoms(form.dims), *form.summed} != {*rows} or any(l.free for l in rows):
+        cuts = {l.cut[0]: l for l in counted if l.cut}
+        self.rows = tuple(cuts.get(a, a) for a in whole)
+        if {*counted} != {*self.rows} or any(l.free for l in self.rows):
             raise Left("it is not of all rows")
-        lse, pick, total, mean = (
-            sum(f for t, f in form.terms if t.kind == k) for k in ("lse", "pick", "total", "mean")
-        )
-        lse += mean  # a mean is the log-sum-exp less the entropy
-        self.lse, self.pick, self.sum, self.entropy = lse, pick, total, -mean
-        picked = [t for t, _ in form.terms if t.kind == "pick"]
-        labels, self.outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
-        self.has_outside = self.outside not in ("", "clip")
-        self.clips = self.outside.endswith(("clip", "drop"))
-        self.picked = labels and (labels, self.clips)  # which words
-        if self.outside == "all 0" and (
-            abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
-        ):
-            raise Left("a one-hot product of log-probabilities with other log-sum-exps")
-        if mean and hidden and hidden[1] == -math.inf:
-            raise Left("an entropy of logits that are -inf, which is NaN")
-        if total and (base.inner is not None or hidden):
-            raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
-        if labels is not None and not set(atoms(labels[1])) <= set(rows):
-            raise Left("its labels differ along more than its rows")
-        if labels is not None and expand(labels[2]) != words:
-            raise Left("its labels count words in another order than the kernel's")
-        dtype, logits, factor = _dtypes(g, found)
-        self.why = _unfit(g, found, dtype) if quantization else ""
-        pairs = found.x, found.w, *([labels] if labels else []), *base.biases
-        self.reads = [v for v, *_ in pairs] + [v for v, _ in form.weights]
-        self.reads += [m.value for m in base.masks]
-        self.value, self.form, self.labels, self.factor = value, form, labels, factor
-        self.dtype, self.logits_dtype = dtype, jnp.promote_types(logits, dtype)
-        self.aval, self.to = g.avals[value], ([*[[a] for a in whole], contract], kernel_to)
+        self.to = [*[[a] for a in whole], contract], kernel_to
+        self.dtype, logits, self.factor = _dtypes(g, found)
+        self.logits_dtype = jnp.promote_types(logits, self.dtype)
+        self.why = _unfit(g, found, self.dtype) if quantization else ""
         self.quantization = None if self.why else quantization
-        # On a mesh devices would have to exchange what `_unread` reads.
-        self.hides_numbers = bool(hidden) and g.avals[found.w[0]].sharding.mesh.empty
-        self.has_more = bool(total or mean or self.hides_numbers)
-        marks = (hidden is not None and labels is not None) + self.has_outside
-        self.types = [jnp.promote_types(dtype, jnp.float32)] * self.has_more
-        self.types += [jnp.dtype(bool)] * marks + [g.avals[v].dtype for v, _ in form.weights]
-        self.what = f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}"
-
-    @property
-    def is_cost(self) -> bool:
-        """Tells if its slopes are known before the logits are, see `Total.linear`."""
-        cross = self.lse == -self.pick and self.outside != "drop"
-        return cross and not (self.form.stopped or self.hidden)
-
-    def site(self, values: Sequence[int], reads: Any, more: str, served: str, compute: Any) -> Site:
-        """Returns the site of values of its logits."""
-        dead, reads = (self.of.base.dot.outs[0],), tuple(dict.fromkeys(reads))
-        return Site(tuple(values), reads, self.what + more, served, dead=dead, compute=compute)
-
-    # ------------------------------------------------------------ its value
-
-    def data(self, read: Read, entropies: Any = None) -> list[Any]:
-        """Returns what it is computed from beside the logits, `(*rows)` each, of `types`."""
-        given = [self._more(read, entropies)] if self.has_more else []
-        if self.hidden is not None and self.labels is not None:
-            given.append(self._is_hidden(read))
-        if self.has_outside:
-            given.append(self._inside(read))
-        return [*given, *[self._place(read(v), dims) for v, dims in self.form.weights]]
-
-    def of_rows(self, lse: Any, loss: Any, *data: Any) -> Any:
-        """Returns the number of each row, given log-sum-exps, losses and `data`.
-
-        A factor of 0 is left out where log-sum-exps cancel: 0 times infinity is NaN.
-        """
-        given, times = iter(data), lambda c, value: c * value if c else jnp.zeros_like(value)
-        more = next(given) if self.has_more else 0
-        alone = base = y = times(self.lse, lse)
-        if self.labels is not None:
-            if self.hidden is not None:
-                loss = jnp.where(next(given), lse - self.hidden[1], loss)
-            base = times(self.lse + self.pick, lse)
-            y = base - self.pick * loss
-        if self.has_outside:
-            inside = next(given)
-            y = jnp.where(inside, y, self._outside(inside, alone, base, lse, loss))
-        y = y + more
-        y = jax.lax.stop_gradient(y) if self.form.stopped else y
-        for weight in given:
-            y = y * weight
-        return y
-
-    def _outside(self, inside: Any, alone: Any, base: Any, lse: Any, loss: Any) -> Any:
-        """Returns the numbers of rows whose labels are outside."""
-        kept = self.pick * jax.lax.stop_gradient(loss)
-        match self.outside:
-            case "0":
-                return alone
-            case "all 0":
-                return -self.sum * self.vocabulary * lse if self.sum else jnp.zeros_like(lse)
-            case "drop":
-                return alone + self.pick * jax.lax.stop_gradient(lse) - kept
-            case "all drop":
-                return base - kept
-        # The root of -1: no constant, for jax.debug_nans, nor 0 / 0, of which XLA of JAX 0.10 makes
-        # 0 beside a constant weight.
-        nan = jnp.sqrt(inside.astype(jnp.float32) - 1)
-        return (base if self.outside == "all nan" else alone) + nan
-
-    def added_up(self, y: Any) -> Any:
-        """Returns its value in the program, given each row's number."""
-        y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.form.summed])
-        left = tuple((a,) for a in self.rows if a not in self.form.summed)
-        return arrange(y, left, self.form.dims).astype(self.aval.dtype)
-
-    def _place(self, x: Any, dims: Any) -> Any:
-        return arrange(x, dims, [[a] for a in self.rows])
-
-    def _words(self, read: Read) -> Any:
-        """The labels, in a dtype that has -1 and the size of the vocabulary."""
-        assert self.labels is not None
-        labels = self._place(read(self.labels[0]), self.labels[1])
-        if jnp.iinfo(labels.dtype).max < self.vocabulary:
-            return labels.astype(jnp.int32)
-        if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
-            return jnp.minimum(labels, self.vocabulary).astype(jnp.int32)
-        return labels
-
-    def _inside(self, read: Read) -> Any:
-        labels = self._words(read)
-        return (labels >= 0) & (labels < self.vocabulary)
-
-    def _is_hidden(self, read: Read) -> Any:
-        """Tells which labels are of words whose logits a mask replaces."""
-        assert self.hidden is not None
-        labels = self._words(read)
-        within = jnp.clip(labels, 0, self.vocabulary - 1)
-        of_words, sharding = jnp.asarray(self.hidden[0]), jax.typeof(within).sharding
-        explicit = sharding if sharding.mesh.explicit_axes else None
-        if explicit is not None:
-            of_words = match_spec(of_words, within, jax.P(None))
-        hidden = of_words.at[within].get(out_sharding=explicit)
-        return hidden if self.clips else hidden & (labels == within)
-
-    def words(self, read: Read) -> Any:
-        """Returns the word that each label picks, -1 for none; without labels any."""
-        if self.labels is None:
-            return self._place(jnp.zeros((), jnp.int32), ())
-        labels = self._words(read)
-        if self.clips:
-            words = jnp.clip(labels, 0, self.vocabulary - 1)
-        else:
-            words = jnp.where(self._inside(read), labels, -1)
-        if self.hidden:  # their cost is added later
-            words = jnp.where(self._is_hidden(read), int(np.argmin(self.hidden[0])), words)
-        return words.astype(jnp.int32)
-
-    # ------------------------------------------------------------ its logits
+        self.reads = [v for v, *_ in (found.x, found.w, *base.biases)]
+        self.reads += [m.value for m in base.masks]
+        sizes = size(whole), size(contract), self.vocabulary
+        self.what = "loss {} x {} -> {}, {}".format(*sizes, self.dtype.name)
 
     def bias(self, read: Read) -> Any:
         """Returns what is added to the logits, one number a word; None for nothing."""
@@ -246,6 +104,14 @@ class Loss:
         least = wide.type(float(jnp.finfo(self.logits_dtype).min) / 2)
         return jnp.where(self.hidden[0], least, wide.type(0) if bias is None else bias)
 
+    def is_hidden(self, words: Any) -> Any:
+        """Tells which words' logits a mask replaces."""
+        assert self.hidden is not None
+        of_words, sharding = jnp.asarray(self.hidden[0]), jax.typeof(words).sharding
+        if not sharding.mesh.explicit_axes:
+            return of_words.at[words].get()
+        return match_spec(of_words, words, jax.P(None)).at[words].get(out_sharding=sharding)
+
     def _seen(self, kernel: Any) -> Any:
         """Returns the kernel with 0 for words whose logits a mask replaces."""
         if self.hidden is None:
@@ -253,7 +119,7 @@ class Loss:
         hidden = np.expand_dims(self.hidden[0], int(self.transposed))
         return jnp.where(hidden, 0, kernel)
 
-    def operands(self, read: Read) -> tuple[Any, Any]:
+    def factors(self, read: Read) -> tuple[Any, Any]:
         """Returns x, `(*rows, n)`, and the kernel."""
         x, kernel = (
             arrange(read(v), dims, to) for (v, dims, *_), to in zip((self.of.x, self.of.w), self.to)
@@ -266,9 +132,9 @@ class Loss:
             x = x * jnp.asarray(self.factor, self.dtype)
         return x, kernel
 
-    def logits(self, read: Read, entropy: bool = False) -> tuple[list[Any], Any]:
+    def operands(self, read: Read, entropy: bool = False) -> tuple[list[Any], Any]:
         """Returns x, the kernel and the bias of an operation, and its spec."""
-        (x, kernel), bias = self.operands(read), self.bias(read)
+        (x, kernel), bias = self.factors(read), self.bias(read)
         spec = Options(
             contract=int(self.transposed),
             softcap=self.of.softcap,
@@ -278,29 +144,173 @@ class Loss:
         ).spec(x, kernel, bias)
         return [x, self._seen(kernel), bias], spec
 
+    def summed(self, read: Read) -> Any:
+        """Returns the sum of each row's logits: x times the sum of the kernel's words."""
+        (x, kernel), bias = self.factors(read), self.bias(read)
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        words = jnp.sum(kernel.astype(self.dtype).astype(wide), int(not self.transposed))
+        totals = jnp.sum(x.astype(wide) * words, -1)
+        return totals if bias is None else totals + jnp.sum(bias.astype(wide))
+
+    def place(self, x: Any, dims: Any) -> Any:
+        """Returns an array of rows, `(*rows)`."""
+        return arrange(x, dims, [[a] for a in self.rows])
+
+    def site(self, values: Sequence[int], reads: Any, more: str, served: str, compute: Any) -> Site:
+        """Returns the site of values that are computed from them."""
+        dead, reads = (self.of.base.dot.outs[0],), tuple(dict.fromkeys(reads))
+        return Site(tuple(values), reads, self.what + more, served, dead=dead, compute=compute)
+
+
+class Loss:
+    """A number for each row, of log-sum-exps and picked elements of logits.
+
+    Attributes:
+      value: it in the program.
+      labels: a pick's (value, labels, order), None for log-sum-exps alone.
+      outside: what one outside the vocabulary gives.
+      lse, pick, sum, entropy: what these are multiplied by, the sum of all logits of a row.
+      form: the value's; it has what is summed over.
+
+    Raises:
+      Left: where the value has to stay as it is, with the reason.
+    """
+
+    def __init__(self, forms: ScoreForms, value: int, form: Form, *, quantization: Any):
+        g, (first, _) = forms.program, next(iter(form.terms))
+        if g.is_within(value):
+            raise Left("a function with a derivative of the user's own computes it")
+        if not any(t.kind in ("lse", "mean") for t, _ in form.terms):
+            raise Left("an element of the logits, and no log-sum-exp")
+        counted = (*atoms(form.dims), *form.summed)
+        self.logits = Logits(forms, first.base, first.axis, counted, quantization)
+        lse, pick, total, mean = (
+            sum(f for t, f in form.terms if t.kind == k) for k in ("lse", "pick", "total", "mean")
+        )
+        # A mean is the log-sum-exp less the entropy.
+        self.lse, self.pick, self.sum, self.entropy = lse + mean, pick, total, -mean
+        picked = [t for t, _ in form.terms if t.kind == "pick"]
+        self.labels, self.outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
+        self.has_outside = self.outside not in ("", "clip")
+        self.clips = self.outside.endswith(("clip", "drop"))
+        self.picked = self.labels and (self.labels, self.clips)  # which words
+        self.value, self.form, self.aval = value, form, g.avals[value]
+        self._check()
+        self.reads = self.logits.reads + ([self.labels[0]] if self.labels else [])
+        self.has_more = bool(total or mean or self.logits.hides_numbers)
+        is_either = self.logits.hidden is not None and self.labels is not None
+        self.types = [jnp.promote_types(self.logits.dtype, jnp.float32)] * self.has_more
+        self.types += [jnp.dtype(bool)] * (is_either + self.has_outside)
+
+    def _check(self) -> None:
+        """Raises Left for what no operation computes of such logits."""
+        logits, hidden, labels = self.logits, self.logits.hidden, self.labels
+        if self.outside == "all 0":
+            rest = abs(self.lse + self.pick + self.sum * logits.vocabulary)
+            if rest > ARITHMETIC * (abs(self.lse) + abs(self.pick)):
+                raise Left("a one-hot product of log-probabilities with other log-sum-exps")
+        if self.entropy and hidden and hidden[1] == -math.inf:
+            raise Left("an entropy of logits that are -inf, which is NaN")
+        if self.sum and (logits.of.base.inner is not None or hidden):
+            raise Left("smoothed labels of logits with a soft cap or a mask that replaces them")
+        if labels is not None and not {*atoms(labels[1])} <= {*logits.rows}:
+            raise Left("its labels differ along more than its rows")
+        if labels is not None and expand(labels[2]) != logits.of.axis:
+            raise Left("its labels count words in another order than the kernel's")
+
+    @property
+    def is_cost(self) -> bool:
+        """Tells if its slopes are known before the logits are, see `Total.linear`."""
+        cross = self.lse == -self.pick and self.outside != "drop"
+        return cross and not (self.form.stopped or self.logits.hidden)
+
+    def data(self, read: Read, entropies: Any = None) -> list[Any]:
+        """Returns what it is computed from beside the logits, `(*rows)` each, of `types`."""
+        given = [self._more(read, entropies)] if self.has_more else []
+        _, inside, hidden = self.picks(read)
+        return [*given, *[hidden] * (hidden is not None), *[inside] * self.has_outside]
+
+    def of_rows(self, lse: Any, loss: Any, *data: Any) -> Any:
+        """Returns the number of each row, given log-sum-exps, losses and `data`.
+
+        A factor of 0 is left out where log-sum-exps cancel: 0 times infinity is NaN.
+        """
+        given, times = iter(data), lambda c, value: c * value if c else jnp.zeros_like(value)
+        more = next(given) if self.has_more else 0
+        alone = base = y = times(self.lse, lse)
+        if self.labels is not None:
+            if self.logits.hidden is not None:
+                loss = jnp.where(next(given), lse - self.logits.hidden[1], loss)
+            base = times(self.lse + self.pick, lse)
+            y = base - self.pick * loss
+        if self.has_outside:
+            inside = next(given)
+            y = jnp.where(inside, y, self._outside(inside, alone, base, lse, loss))
+        y = y + more
+        return jax.lax.stop_gradient(y) if self.form.stopped else y
+
+    def _outside(self, inside: Any, alone: Any, base: Any, lse: Any, loss: Any) -> Any:
+        """Returns the numbers of rows whose labels are outside."""
+        kept = self.pick * jax.lax.stop_gradient(loss)
+        match self.outside:
+            case "0":
+                return alone
+            case "all 0":
+                rest = -self.sum * self.logits.vocabulary
+                return rest * lse if self.sum else jnp.zeros_like(lse)
+            case "drop":
+                return alone + self.pick * jax.lax.stop_gradient(lse) - kept
+            case "all drop":
+                return base - kept
+        # The root of -1: no constant, for jax.debug_nans, nor 0 / 0, of which XLA of JAX 0.10 makes
+        # 0 beside a constant weight.
+        nan = jnp.sqrt(inside.astype(jnp.float32) - 1)
+        return (base if self.outside == "all nan" else alone) + nan
+
+    def added_up(self, y: Any) -> Any:
+        """Returns its value in the program, given each row's number."""
+        rows, summed = self.logits.rows, self.form.summed
+        y = jnp.sum(y, [i for i, a in enumerate(rows) if a in summed])
+        left = tuple((a,) for a in rows if a not in summed)
+        return arrange(y, left, self.form.dims).astype(self.aval.dtype)
+
+    def picks(self, read: Read) -> tuple[Any, Any, Any]:
+        """Returns the word that each label picks, -1 for none; which labels are in the vocabulary;
+        and which of words whose logits a mask replaces."""
+        if self.labels is None:
+            return self.logits.place(jnp.zeros((), jnp.int32), ()), None, None
+        most = self.logits.vocabulary
+        labels = self.logits.place(read(self.labels[0]), self.labels[1])
+        if jnp.iinfo(labels.dtype).max < most:
+            labels = labels.astype(jnp.int32)
+        elif jnp.issubdtype(labels.dtype, jnp.unsignedinteger):  # it has no -1
+            labels = jnp.minimum(labels, most).astype(jnp.int32)
+        inside, within = (labels >= 0) & (labels < most), jnp.clip(labels, 0, most - 1)
+        words, hidden = within if self.clips else jnp.where(inside, labels, -1), None
+        if self.logits.hidden is not None:  # their cost is added later
+            hidden = self.logits.is_hidden(within) & (inside | self.clips)
+            words = jnp.where(hidden, int(np.argmin(self.logits.hidden[0])), words)
+        return words.astype(jnp.int32), inside, hidden
+
     def _more(self, read: Read, entropies: Any) -> Any:
         """Returns what is added to each row's number beside log-sum-exps and picks."""
-        more, (x, kernel), bias = [], self.operands(read), self.bias(read)
-        if self.sum:  # of all logits of a row: x times the sum of the kernel's words
-            wide = jnp.promote_types(self.dtype, jnp.float32)
-            words = jnp.sum(kernel.astype(self.dtype).astype(wide), int(not self.transposed))
-            totals = jnp.sum(x.astype(wide) * words, -1)
-            totals = totals if bias is None else totals + jnp.sum(bias.astype(wide))
-            more.append(self.sum * totals)
+        logits, more = self.logits, []
+        if self.sum:
+            more.append(self.sum * logits.summed(read))
         if self.entropy:
-            kept = 1
-            if bias is not None and self.of.softcap is None:  # theirs: 0 times a logit of -inf
+            kept, bias = 1, logits.bias(read)
+            if bias is not None and logits.of.softcap is None:  # theirs: 0 times a logit of -inf
                 kept = jnp.where(jnp.any(bias == -jnp.inf), jnp.nan, 1)
             more.append(self.entropy * entropies * kept)
-        if self.hides_numbers:
-            hidden = self.hidden and self.hidden[0]
-            more.append(called(_unread, x, kernel, hidden, words=int(not self.transposed)))
+        if logits.hidden and logits.hides_numbers:
+            words = int(not logits.transposed)
+            more.append(called(_unread, *logits.factors(read), logits.hidden[0], words=words))
         return functools.reduce(jnp.add, more).astype(self.types[0])
 
     def best(self, read: Read) -> Sequence[Any]:
         """Returns the words of the largest logits, for an accuracy beside a loss."""
-        operands, spec = self.logits(read)
-        words, rows = best_words(*operands, spec=spec), tuple((a,) for a in self.rows)
+        operands, spec = self.logits.operands(read)
+        words, rows = best_words(*operands, spec=spec), tuple((a,) for a in self.logits.rows)
         return [arrange(words, rows, self.form.dims).astype(self.aval.dtype)]
 
 
@@ -316,11 +326,11 @@ def _unread(x: Any, kernel: Any, hidden: Any, *, words: int) -> Any:
 def _in_rows(losses: Sequence[Loss], read: Read) -> Sequence[Any]:
     """Returns the values of several losses of one product, whose rows are computed once."""
     entropy = any(loss.entropy for loss in losses)
-    operands, spec = losses[0].logits(read, entropy)
+    operands, spec = losses[0].logits.operands(read, entropy)
     found: dict[Any, Any] = {}
     for loss in sorted(losses, key=lambda loss: loss.labels is None):
         if loss.picked not in found:
-            found[loss.picked] = loss_of_rows(*operands, loss.words(read), spec=spec)
+            found[loss.picked] = loss_of_rows(*operands, loss.picks(read)[0], spec=spec)
             found.setdefault(None, found[loss.picked])  # log-sum-exps come with any losses
     rows = [(loss, *found[loss.picked][:2], loss.data(read, found[None][-1])) for loss in losses]
     return [loss.added_up(loss.of_rows(lse, cost, *data)) for loss, lse, cost, data in rows]
@@ -378,7 +388,8 @@ class Totals:
         self.program, self.losses = program, losses
         self.plan = plan = Plan(program, lambda v, rows: False)
         costs = self._follow(live)
-        if {*expand(plan.sums.get(self.value, ()))} != {*expand(losses[0].rows)}:
+        logits = losses[0].logits
+        if {*expand(plan.sums.get(self.value, ()))} != {*expand(logits.rows)}:
             raise Left("no total of all rows")
         plan.need([(self.value, plan.rows[self.value])])
         self.used = [loss for loss in losses if loss.value in plan.slots]
@@ -386,7 +397,7 @@ class Totals:
         picked = {loss.picked for loss in losses if loss.picked is not None}
         if len(picked) > 1 or any(loss.entropy for loss in losses):
             raise Left("its rows have more than a log-sum-exp and a label")
-        wide = jnp.promote_types(losses[0].logits_dtype, jnp.float32)
+        wide = jnp.promote_types(logits.logits_dtype, jnp.float32)
         types = [wide, wide, *[t for loss in self.used for t in loss.types]]
         types += [program.avals[v].dtype for v, *_ in self.reads]
         try:
@@ -419,7 +430,7 @@ class Totals:
         outside = [v for e in readers if e not in plan.steps for v in e.operands]
         end = only_end(program, plan.rows.keys() & {*program.results, *outside})
         # In float16 gradients of a mean would be too small.
-        narrow = self.losses[0].dtype == jnp.float16
+        narrow = self.losses[0].logits.dtype == jnp.float16
         self.value, _ = before_factors(program, plan.sums, end, constants=narrow)
         if self.value not in moving:  # 0 times NaN would be a gradient
             raise Left("a total without a gradient")
@@ -446,7 +457,7 @@ class Totals:
             env[slot(loss.value)] = jnp.reshape(y.astype(loss.aval.dtype), (1,) * loss.aval.ndim)
         for v, _, at in self.reads:
             env[at] = jnp.reshape(next(given), (1,) * self.program.avals[v].ndim)
-        alone = Chunk(dict.fromkeys(expand(self.losses[0].rows), 1), {})
+        alone = Chunk(dict.fromkeys(expand(self.losses[0].logits.rows), 1), {})
         total = jnp.reshape(plan.run(env, alone)[slot(self.value)], ())
         return total.astype(jnp.promote_types(total.dtype, jnp.float32))
 
@@ -455,12 +466,12 @@ class Totals:
         losses = self.losses
         first = next((loss for loss in losses if loss.labels is not None), losses[0])
         own = {loss: loss.data(read) for loss in dict.fromkeys([*self.used, *beside])}
-        place = lambda x, rows: arrange(x, latest(rows), [[a] for a in first.rows])
+        place = lambda x, rows: first.logits.place(x, latest(rows))
         data = [a for loss in self.used for a in own[loss]]
         data += [place(read(v), rows) for v, rows, _ in self.reads]
-        operands, spec = first.logits(read)
+        operands, spec = first.logits.operands(read)
         spec = dataclasses.replace(spec, total=self.total)
-        words, with_rows = first.words(read), bool(beside)
+        words, with_rows = first.picks(read)[0], bool(beside)
         y, *rows = loss_of_rows(*operands, words, *data, spec=spec, with_rows=with_rows)
         aval = self.program.avals[self.value]
         values = [loss.added_up(loss.of_rows(*rows, *own[loss])) for loss in beside]
@@ -473,6 +484,7 @@ class Totals:
 def _site(program: Program, losses: Sequence[Loss]) -> Site:
     """Returns the site of losses of one product."""
     first, values = losses[0], [loss.value for loss in losses]
+    of = first.logits.of
     reads = [r for loss in losses for r in loss.reads]
     try:
         live = needed_beside(program, values, reads)
@@ -488,17 +500,17 @@ def _site(program: Program, losses: Sequence[Loss]) -> Site:
     parts = {
         "sum": totals,
         "a row each": not totals,
-        f"softcap {first.of.softcap}": first.of.softcap,
-        "bias": first.of.base.biases,
-        "masked words": first.of.base.masks,
+        f"softcap {of.softcap}": of.softcap,
+        "bias": of.base.biases,
+        "masked words": of.base.masks,
         "log-sum-exps": not some("pick") and some("lse"),
         "entropies": some("entropy"),
         "label smoothing": some("sum"),
-        "gradient in fp8": first.quantization,
-        f"gradient not in fp8 ({first.why})": first.why,
+        "gradient in fp8": first.logits.quantization,
+        f"gradient not in fp8 ({first.logits.why})": first.logits.why,
     }
     served = f"linear_cross_entropy: {said(parts)}"
-    return first.site(values, reads, "", served, compute)
+    return first.logits.site(values, reads, "", served, compute)
 
 
 def _dtypes(g: Program, found: Operands) -> tuple[Any, Any, float]:
@@ -565,7 +577,8 @@ def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, st
     program, groups = forms.program, {}
     for one in forms.ends("is_loss", functools.partial(Loss, quantization=quantization)):
         if isinstance(one, Loss):
-            groups.setdefault((one.of.base, one.of.axis, one.rows), []).append(one)
+            key = one.logits.of.base, one.logits.of.axis, one.logits.rows
+            groups.setdefault(key, []).append(one)
         else:
             yield one
     live = needed_beside(program, ())
@@ -584,10 +597,10 @@ def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, st
             of_lse = dataclasses.replace(form, dims=dims, along=0.0, terms=frozenset({(term, 1.0)}))
             with contextlib.suppress(Left):  # the row of its loss says why
                 of = Loss(forms, equation.outs[0], of_lse, quantization=None)
-                if of.of.axis != expand(form.dims[axis]):
+                if of.logits.of.axis != expand(form.dims[axis]):
                     continue
                 served = "linear_cross_entropy: argmax, by a product of its own"
-                yield of.site([of.value], of.reads, _ARGMAX, served, of.best)
+                yield of.logits.site([of.value], of.reads, _ARGMAX, served, of.best)
 
 
 def with_losses(sites: Sequence[Site]) -> list[Site]:

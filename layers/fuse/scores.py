@@ -18,23 +18,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .forms import (
-    MAXIMA,
-    Dropout,
-    Form,
-    Mask,
-    Mixed,
-    Scores,
-    Term,
-    plus,
-    scaled,
-)
+from .forms import MAXIMA, Dropout, Form, Mask, Mixed, Scores, Term, plus, scaled
 from .indices import counted, is_zero, two_valued
 from .labels import (
     MOVED,
     UNCHANGED,
     Dims,
     Label,
+    Labels,
     atoms,
     expand,
     fresh,
@@ -143,7 +134,7 @@ def _picked(g: ScoreForms, made: Equation, forms: Any) -> Form | None:
     """Σ one-hot · scores, as a product over the axis of rows that both have."""
     contract, batch = made.params["dimension_numbers"]
     for i, form in enumerate(forms):
-        if form is None or form.exp or not form.along or form.hot or form.mixed or form.weights:
+        if form is None or not form.is_linear or not form.along:
             continue
         own, other = contract[i], made.ins[1 - i]
         if len(own) != 1 or len(own) + len(batch[i]) != len(form.dims):
@@ -198,45 +189,57 @@ def _sliced(made: Equation, form: Form, given: Any) -> Form | None:
 
 
 def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) -> Form | None:
-    """add and sub, of logarithms; mul and div, of exponentials, or by a number or an array."""
+    """add, sub, mul and div: of two forms, or of one and an array or a number."""
     product = made.name in ("mul", "div")
-    sign = -1.0 if made.name in ("sub", "div") else 1.0
+    if made.name == "mul" and (averaged := _averaged(g, *made.ins)) is not None:
+        return averaged
     if fa and fb and fa.along and fb.along and not product:  # the smaller product is a bias
         sizes = [g.program.avals[f.base.dot.outs[0]].size for f in (fa, fb)]
         fa, fb = (fa, None) if sizes[0] >= sizes[1] else (None, fb)
-    if made.name == "mul" and (averaged := _averaged(g, *made.ins)) is not None:
-        return averaged
     if fa and fb:
-        if fa.stopped != fb.stopped:
-            return None
-        same = fa.exp == fb.exp == product and not (fa.along and fb.along)
-        if not same or fa.summed != fb.summed or fa.hot or fb.hot or fa.weights or fb.weights:
-            return None
-        dims, main = meet(fa.dims, fb.dims), fa if fa.along else fb
-        if dims is None or (fb.mixed or fb.along and product) and sign < 0:
-            return None
-        along, terms = fa.along + sign * fb.along, plus(fa.terms, fb.terms, sign)
-        return replace(main, dims=dims, along=along, terms=terms)
-    for form, other, first in ((fa, made.ins[1], True), (fb, made.ins[0], False)):
-        if form is None or form.dims and g.program.avals[made.outs[0]].ndim != len(form.dims):
-            continue
-        number = g.program.number(other)
-        if product:
-            if number and (first or sign > 0) and (form.is_softmax or not form.exp):
-                number = number if sign > 0 else 1 / number
-                return dropped(g, form, number) if form.exp else scaled(form, number)
-            if number == 1 and not first and sign < 0 and form.exp and not form.along:
-                return replace(form, terms=plus(frozenset(), form.terms, -1.0))
-            if number is None and made.name == "mul":
-                return times(g, form, other)
-        elif number == 0 and (first or sign > 0):
-            return form
-        elif not form.exp and form.along == 1 and not form.terms and not form.hot:
-            if not form.stopped:  # or the bias would have no gradient
-                return biased(g, form, other, sign) if first or sign > 0 else None
-        elif number == 0 and not first:
-            return scaled(form, -1.0)
-    return None
+        return _joined(fa, fb, -1.0 if made.name in ("sub", "div") else 1.0, product)
+    form, other = (fa, made.ins[1]) if fa else (fb, made.ins[0])
+    if form is None or form.dims and g.program.avals[made.outs[0]].ndim != len(form.dims):
+        return None
+    return (_multiplied if product else _shifted)(g, made.name, form, other, form is fa)
+
+
+def _joined(fa: Form, fb: Form, sign: float, product: bool) -> Form | None:
+    """Returns the sum or difference of two forms, or product or quotient of two exponentials."""
+    if fa.stopped != fb.stopped or fa.summed != fb.summed:
+        return None
+    if not fa.exp == fb.exp == product or fa.along and fb.along:
+        return None
+    if fa.hot or fb.hot:
+        return None
+    if (fb.mixed or fb.along and product) and sign < 0:
+        return None
+    if (dims := meet(fa.dims, fb.dims)) is None:
+        return None
+    along, terms = fa.along + sign * fb.along, plus(fa.terms, fb.terms, sign)
+    return replace(fa if fa.along else fb, dims=dims, along=along, terms=terms)
+
+
+def _shifted(g: ScoreForms, name: str, form: Form, other: int, first: bool) -> Form | None:
+    """A form plus an array, less it, or the array less the form."""
+    sign = -1.0 if name == "sub" else 1.0
+    if g.program.number(other) == 0:
+        return form if first or sign > 0 else scaled(form, -1.0)
+    # Where the scores are stopped, a bias of theirs would have no gradient.
+    plain = form.along == 1 and not (form.exp or form.terms or form.hot or form.stopped)
+    return biased(g, form, other, sign) if plain and (first or sign > 0) else None
+
+
+def _multiplied(g: ScoreForms, name: str, form: Form, other: int, first: bool) -> Form | None:
+    """A form times an array, divided by it, or 1 divided by the form."""
+    number = g.program.number(other)
+    if name == "div" and not first:
+        is_inverse = number == 1 and form.exp and not form.along
+        return replace(form, terms=plus(frozenset(), form.terms, -1.0)) if is_inverse else None
+    if number and (form.is_softmax or not form.exp):
+        number = number if name == "mul" else 1 / number
+        return dropped(g, form, number) if form.exp else scaled(form, number)
+    return times(g, form, other) if number is None and name == "mul" else None
 
 
 def _averaged(g: ScoreForms, a: int, b: int) -> Form | None:
@@ -247,8 +250,7 @@ def _averaged(g: ScoreForms, a: int, b: int) -> Form | None:
         if not (p and form and p.soft and p.base == form.base and p.stopped == form.stopped):
             continue
         dims, axes = meet(p.dims, form.dims), {t.axis for t, _ in (*p.terms, *form.terms)}
-        plain = form.along and not (form.exp or form.hot or form.mixed or form.weights)
-        if not plain or dims is None or len(axes) != 1:
+        if not form.along or not form.is_linear or dims is None or len(axes) != 1:
             continue
         (axis,) = axes
         if p.terms == {(Term("lse", p.base, axis), -1.0)}:
@@ -295,86 +297,88 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
     return None
 
 
-def _drop_counted(
-    program: Program, made: Equation, form: Form, columns: dict[int, int], rows: list[Any]
-) -> None:
-    """Drops the columns of `x[rows, labels]` that count along a dimension, and labels `rows`."""
-    shape, lengths = (program.avals[v].shape for v in made.ins)
-    for i, column in [*columns.items()]:
-        if len(columns) == 1:
-            return
-        j = counted(program, column)
-        if j is not None and j < len(rows) and rows[j] is None and lengths[j] == shape[i]:
-            rows[j] = form.dims[i]
-            del columns[i]
-        elif shape[i] == 1 and is_zero(program, column):
-            del columns[i]
-
-
 def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | None:
     """`take_along_axis(x, labels)` and `x[rows, labels]`; or what takes a dimension of 1 away."""
-    if form is None or form.mixed or form.hot or form.weights:
+    if form is None:
         return None
-    program, index = g.program, made.ins[1]
     d, sizes = made.params["dimension_numbers"], made.params["slice_sizes"]
-    shape, out = program.avals[made.ins[0]].shape, program.avals[made.outs[0]]
+    shape, out = (g.program.avals[v].shape for v in (made.ins[0], made.outs[0]))
     if sizes == shape and not d.operand_batching_dims:
-        return _dropped(g, made, form, out)
-    if any(s != 1 for s in sizes) or form.exp or not form.along or form.summed:
+        return _dropped(g, made, form, len(out))
+    if not form.is_linear or not form.along or form.summed or any(s != 1 for s in sizes):
         return None
-    rows: list[Any] = [None] * (program.avals[index].ndim - 1)  # the labels of the result
-    for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims):
-        rows[j] = form.dims[i]
+    picked, outside = _picking(g.program, made, form), _outside(made, form)
+    if picked is None or outside is None:
+        return None
+    i, column, rows = picked
+    own, axis = iter(rows), frozenset(expand(form.dims[i]))
+    dims = tuple(() if j in d.offset_dims else next(own) for j in range(len(out)))
+    have = {*atoms(dims)}
+    if not axis or have & axis or have | axis != {*atoms(form.dims)} or shape_of(dims) != out:
+        return None
+    if any(t.axis != axis for t, _ in form.terms):
+        return None
+    v, at, *_ = g.peel(column, (*rows, ()))
+    term = Term("pick", form.base, axis, (v, at, expand(form.dims[i])), outside)
+    terms = plus(form.terms, frozenset({(term, form.along)}))
+    return replace(form, dims=dims, along=0.0, terms=terms)
+
+
+def _picking(program: Program, made: Equation, form: Form) -> tuple[int, int, list[Labels]] | None:
+    """Returns the dimension along which a gather picks, its column of indices, and rows' labels.
+
+    Other columns of indices count rows, as the first does in `x[rows, labels]`.
+    """
+    d, index = made.params["dimension_numbers"], made.ins[1]
+    shape, (*lengths, _) = (program.avals[v].shape for v in made.ins)
+    batches = zip(d.operand_batching_dims, d.start_indices_batching_dims)
+    rows: dict[int, Labels] = {j: form.dims[i] for i, j in batches}
     maker, name = program.made(index)
-    stacked = name == "concatenate" and maker.params["dimension"] == len(rows)
+    stacked = name == "concatenate" and maker.params["dimension"] == len(lengths)
     if not stacked and len(d.start_index_map) != 1:
         return None
     columns = dict(zip(d.start_index_map, maker.ins if stacked else [index], strict=True))
     if any(program.avals[c].shape[-1] != 1 for c in columns.values()):
         return None
-    _drop_counted(program, made, form, columns, rows)
-    if len(columns) != 1:
+    for i, column in [*columns.items()]:
+        if len(columns) == 1:
+            break
+        j = counted(program, column)
+        if j is not None and lengths[j : j + 1] == [shape[i]] and j not in rows:
+            rows[j] = form.dims[i]
+            del columns[i]
+        elif shape[i] == 1 and is_zero(program, column):
+            del columns[i]
+    if len(columns) != 1 or any(n != 1 and j not in rows for j, n in enumerate(lengths)):
         return None
-    ((i, column),) = columns.items()
-    lengths = program.avals[index].shape
-    if any(r is None and lengths[j] != 1 for j, r in enumerate(rows)):
-        return None
-    own = iter([r or () for r in rows])
-    dims = tuple(() if j in d.offset_dims else next(own) for j in range(out.ndim))
-    order = expand(form.dims[i])
-    axis = frozenset(order)
-    if set(atoms(dims)) | axis != set(atoms(form.dims)) or set(atoms(dims)) & axis or not axis:
-        return None
-    if any(t.axis != axis for t, _ in form.terms) or shape_of(dims) != out.shape:
-        return None
-    v, at, *_ = g.peel(column, (*[r or () for r in rows], ()))
+    return *columns.popitem(), [rows.get(j, ()) for j in range(len(lengths))]
+
+
+def _outside(made: Equation, form: Form) -> str | None:
+    """Returns `Term.outside` of a gather; None for one that says nothing else."""
     mode, fill = str(made.params["mode"]), made.params.get("fill_value")
     if "CLIP" in mode:
-        outside = "clip"
-    elif "PROMISE" in mode:  # XLA clips what is promised, and drops its gradient
+        return "clip"
+    if "PROMISE" in mode:  # XLA clips what is promised, and drops its gradient
         outside = "drop"
     elif "FILL" in mode and (fill is None or fill != fill):
         outside = "nan"
     else:
         return None
     others = {t.kind: f for t, f in form.terms}
-    if "lse" in others and outside != "clip":
-        if others != {"lse": -form.along}:
-            return None
-        outside = f"all {outside}"
-    term = Term("pick", form.base, axis, (v, at, order), outside)
-    terms = plus(form.terms, frozenset({(term, form.along)}))
-    return replace(form, dims=dims, along=0.0, terms=terms)
+    if "lse" not in others:
+        return outside
+    return f"all {outside}" if others == {"lse": -form.along} else None
 
 
-def _dropped(g: ScoreForms, made: Equation, form: Form, out: Any) -> Form | None:
+def _dropped(g: ScoreForms, made: Equation, form: Form, ndim: int) -> Form | None:
     """A gather of a whole array, which only takes dimensions of size 1 away."""
     d = made.params["dimension_numbers"]
     if not is_zero(g.program, made.ins[1]):
         return None
     kept = iter([x for i, x in enumerate(form.dims) if i not in d.collapsed_slice_dims])
     offsets = set(d.offset_dims)
-    return replace(form, dims=tuple(next(kept) if i in offsets else () for i in range(out.ndim)))
+    return replace(form, dims=tuple(next(kept) if i in offsets else () for i in range(ndim)))
 
 
 def _call(g: ScoreForms, made: Equation, *_: Any) -> Form | None:
@@ -385,7 +389,7 @@ def _call(g: ScoreForms, made: Equation, *_: Any) -> Form | None:
 
 def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:
     """Functions of one operand; under `stop_gradient` maxima are other terms."""
-    if form is None or form.mixed or form.hot or form.weights or form.dropout:
+    if form is None or form.mixed or form.hot or form.dropout:
         return None
     s = form.base
     match made.name:
@@ -421,52 +425,31 @@ def _maximum(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
     return form if form and form.is_maximum and g.program.number(other) == -math.inf else None
 
 
-# ---------------------------------------------------------------- masks, biases, one-hots, weights
+# ---------------------------------------------------------------- masks, biases, one-hots
 # Each rule returns the Form of the result, or None where it is not proved.
 
 
-def times(g: Any, form: Form, other: int, weights: int = 2) -> Form | None:
-    """A form times an array: of a mask, a one-hot array, or at most two weights of losses."""
-    if form.mixed or not _fits(g, other, form.dims):
+def times(g: Any, form: Form, other: int) -> Form | None:
+    """A form times an array of two numbers: of a mask, or a one-hot array."""
+    if not form.along or form.mixed or form.hot or not _fits(g, other, form.dims):
         return None
-    two = two_valued(g.program, other, form.dims) if form.along else None
-    if form.along and form.exp:
-        if two is None or two.numbers.count(0) != 1:
-            return None
-        keep, factor = two.numbers[0] == 0, sum(two.numbers)
-        if form.is_softmax or factor != 1 or not keep or not (two.no.exact and two.yes.exact):
-            return dropped(g, form, factor, two.mask, two.dims, keep)
-        return _masked(g, form, two.mask, two.dims, True, -math.inf)
-    if form.exp or form.summed:
+    if (two := two_valued(g.program, other, form.dims)) is None:
         return None
-    if form.along and not form.hot:
-        if two is not None:
-            hot = one_hot(g, form, two.mask, two.dims)
-            return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
-    elif form.hot:
-        return _weighted(g, form, other)
-    made = g.program.maker.get(other)
-    if made is not None and made.name == "mul" and form.along and weights:  # a one-hot array's
-        for a, b in (made.ins, made.ins[::-1]):
-            first = times(g, form, a, weights - 1)
-            if first is not None and first.hot:
-                return times(g, first, b)
-    return None
+    if not form.exp:
+        hot = None if form.summed else one_hot(g, form, two.mask, two.dims)
+        return hot and replace(hot, hot=(*hot.hot[:2], *two.numbers))
+    if two.numbers.count(0) != 1:
+        return None
+    keep, factor = two.numbers[0] == 0, sum(two.numbers)
+    if form.is_softmax or factor != 1 or not keep or not (two.no.exact and two.yes.exact):
+        return dropped(g, form, factor, two.mask, two.dims, keep)
+    return _masked(g, form, two.mask, two.dims, True, -math.inf)
 
 
 def _fits(g: Any, v: int, dims: Dims) -> bool:
     """Tells if an array has dimensions of these labels, or 1 in the place of some."""
     shape, sizes = g.program.avals[v].shape, shape_of(dims)
     return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
-
-
-def _weighted(g: Any, form: Form, other: int) -> Form | None:
-    """A one-hot array's product with an array of rows."""
-    v, dims, *_ = g.peel(other, form.dims)
-    rows = set(atoms(form.dims)) - form.hot[1]
-    if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
-        return None
-    return replace(form, weights=(*form.weights, (v, dims)))
 
 
 def dropped(
@@ -566,7 +549,7 @@ _MOST_PARTS = 64
 def one_hot(g: Any, form: Form, pred: int, dims: Dims, selects: bool = False) -> Form | None:
     """scores where `labels == iota`, 0 elsewhere: by a select, or times 0, which is NaN of -inf."""
     made = g.program.maker.get(pred)
-    if made is None or made.name != "eq" or form.weights:
+    if made is None or made.name != "eq":
         return None
     dtype = g.program.avals[form.base.dot.outs[0]].dtype
     if not selects and any(m.fill < float(jnp.finfo(dtype).min) for m in form.base.masks):

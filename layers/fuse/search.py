@@ -210,10 +210,7 @@ class Search:
         for v in ends:
             if {*labels_of(plan.rows[v]), *expand(plan.sums.get(v, ()))} != {*atoms}:
                 raise Left("a value at its end is not of all rows")
-        first = lambda read: (
-            -len(labels_of(read[1])),
-            read[0] not in self.product.ins,
-        )
+        first = lambda read: (-len(labels_of(read[1])), read[0] not in self.product.ins)
         reads = sorted(plan.reads, key=first)
         parts = tuple([part(v, rows) for v, rows, _ in reads])
         lines = {v: program.line(v) for v in ends}  # the report names the first

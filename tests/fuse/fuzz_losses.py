@@ -139,7 +139,7 @@ ENDS = {  # of a number for each row, another and weights
     "largest": lambda n, m, w: n.max() + m.sum() / 9,
     "several": lambda n, m, w: jnp.tanh(jnp.stack([n, m], -1).mean(0)).sum(),
     "several, weighted": lambda n, m, w: jnp.square(w @ jnp.stack([n, m, n * m], -1)).sum(),
-    "several, kept": lambda n, m, w: jnp.sin(jnp.sum((n * w)[:, None], 0, keepdims=True)).mean(),
+    "several, kept": lambda n, m, w: jnp.sin(jnp.mean((n * w)[:, None], 0, keepdims=True)).sum(),
     "several, of words": lambda n, m, w: jnp.tanh((n[:, None] * jnp.arange(3.0)).mean(0)).max(),
 }
 BESIDE = {  # what is returned beside the loss

@@ -47,10 +47,6 @@ def clipped(z, m, y):
     return -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
 
 
-def hot(z, m, y):
-    return -(jax.nn.one_hot(y, WORDS) * log_softmax(z) * m[:, None]).sum() / ROWS
-
-
 @jax.custom_vjp
 def doubled(each):
     return each
@@ -66,7 +62,6 @@ TOTALS = {
     "focal": focal,
     "poly": lambda z, m, y: (cost(z, y) + m * (1 - jnp.exp(-cost(z, y)))).mean(),
     "clipped": clipped,
-    "hot": hot,
     "softplus": lambda z, m, y: jax.nn.softplus(cost(z, y) * m).mean(),
     "a rule of its own": lambda z, m, y: (doubled(cost(z, y)) * m).mean(),
     "at least": lambda z, m, y: jnp.maximum(cost(z, y), m * 3).mean(),
