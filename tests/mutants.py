@@ -592,6 +592,12 @@ MUTANTS = [
         "        if True:",
         "tests/fuse/test_exact.py::test_positions_of_one_element_are_for_all[from one on]",
     ),
+    Mutant(  # a teacher of NumPy arrays is data
+        "layers/fuse/closure.py",
+        "key_of = lambda x: x.ctypes.data if isinstance(x, np.ndarray) else id(x)",
+        "key_of = id",
+        "tests/fuse/test_idioms.py::test_what_is_a_parameter",
+    ),
     Mutant(  # keywords are leaves in another order
         "layers/fuse/closure.py",
         "*sorted(kwargs.items())",

@@ -128,11 +128,11 @@ class Closure:
     def __init__(self, function: Callable[..., Any], arrays: Sequence[Any] = ()):
         self._function = function
         moved = [x for x in arrays if _is_moved(x)]
-        self._moved = {id(x) for x in moved}
+        self._moved = {key_of(x) for x in moved}
         self._model = Origin("closed over", matrices=_matrices(moved), differentiated=True)
 
     def get(self, key: int, default: Origin) -> Origin:
-        """Returns the origin of the array with this id."""
+        """Returns the origin of the array with this key."""
         found = self._origins.get(key, default)
         return self._model if found.is_data and key in self._moved else found
 
@@ -147,8 +147,8 @@ class Closure:
             alone = Origin(name, True, _matrices(leaves), True)
             tree = Origin(name, False, _matrices(leaves), True)
             within = [x for value, alone in held if not alone for x in jax.tree.leaves(value)]
-            found |= {id(x): alone for x in leaves if id(x) not in found}
-            found |= {id(x): tree for x in within if _is_floating(x)}
+            found |= {key_of(x): alone for x in leaves if key_of(x) not in found}
+            found |= {key_of(x): tree for x in within if _is_floating(x)}
         return found
 
 
@@ -198,10 +198,8 @@ def _parts(value: Any, variable: str) -> Iterator[Held]:
                 yield wrapped, variable, True
         is_function = isinstance(value, types.FunctionType)
         yield from _variables(value) if is_function else ()
-        own = (
-            vars(value).items() if is_function else [(name, x) for name, x, _ in attributes(value)]
-        )
-        yield from [(x, f"{variable}.{name}", True) for name, x in own]
+        own = vars(value).items() if is_function else attributes(value)
+        yield from [(x, f"{variable}.{name}", True) for name, x, *_ in own]
 
 
 def attributes(
@@ -235,3 +233,5 @@ def _variables(function: types.FunctionType) -> Iterator[Held]:
 
 _PLAIN = frozenset([str, bytes, bool, int, float, complex, types.NoneType])
 _WITHOUT_ARRAYS = type, types.ModuleType, types.BuiltinFunctionType
+# Tells arrays apart: a constant of a program is a view of the NumPy array that it was.
+key_of = lambda x: x.ctypes.data if isinstance(x, np.ndarray) else id(x)

@@ -23,7 +23,7 @@ from ...native.jaxpr import JIT, REMAT, line_of, rebuilt, results_of
 from ...native.kernel import bound
 from ..dense import epilogue
 from ..dense.matmul import product_p, shared
-from .closure import UNKNOWN, Closure
+from .closure import UNKNOWN, Closure, key_of
 from .constants import RULES, SAME_ELEMENTS, Known, evaluated, known, slack, uniform
 from .sites import Read, Site, SiteFailed, Theirs, explained, fitted, plain_type
 
@@ -67,7 +67,7 @@ class Program:
       origins: for each operand which argument of the user's function it is a part of, where no
         equation has changed it; None for others.
       depends: for each operand what arguments it is computed from; its own origin by default.
-      names: the origins of arrays that the function closes over, by their ids.
+      names: the origins of arrays that the function closes over, by their keys.
       within: the names of the equations that this is a body of.
     """
 
@@ -135,7 +135,7 @@ class Program:
             v = self._same[key] = self._new(aval)
             self.given[v] = x
             if aval.ndim or jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # no mere number
-                self.origins[v] = self.names.get(id(x), UNKNOWN)
+                self.origins[v] = self.names.get(key_of(x), UNKNOWN)
                 self.made_of[v] = frozenset([self.origins[v]])
             if isinstance(aval, ShapedArray) and not traced:  # what a Ref holds changes
                 self._consts[v] = lambda: known(np.asarray(x, aval.dtype))

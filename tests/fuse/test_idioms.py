@@ -323,6 +323,7 @@ DFT = np.cos(np.outer(np.arange(W), np.arange(W)) * 2 * np.pi / W).astype(np.flo
 TABLE, POOL, X = jnp.asarray(DFT), jnp.eye(R) + jnp.ones((R, R)), draw(0, R, W)
 P = {"a": draw(1, W, W), "b": draw(2, W, 16), "c": draw(3, 16, W), "big": draw(4, W, W * W)}
 LOW_RANK = {"b": P["b"], "c": P["c"]}
+FROZEN = {"layers": [{"kernel": np.asarray(draw(5, W, W))}]}
 
 
 tanh = jnp.tanh
@@ -332,7 +333,13 @@ KINDS = {
         lambda x: tanh(x @ DFT),
         (X,),
         0,
-        "an array, which the function closes over, is taken for data",
+        "DFT, which the function closes over, is taken for data",
+    ),
+    "a frozen model of NumPy arrays": (
+        lambda p, x: tanh(x @ p["a"]) - tanh(x @ FROZEN["layers"][0]["kernel"]),
+        (P, X),
+        2,
+        "",
     ),
     "pooled rows, beside parameters": (
         lambda p, x: tanh(tanh(POOL @ x) @ p["a"]),
