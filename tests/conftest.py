@@ -49,12 +49,6 @@ def pytest_collection_finish():
         gc.set_threshold(50_000, 20, 50)
 
 
-def pytest_runtest_logfinish():
-    """Keeps them out again where `fuse` has looked through all objects for what holds values."""
-    if not gc.get_freeze_count() and jax.default_backend() != "gpu":
-        gc.freeze()
-
-
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup(item):
     """On CPUs, LLVM optimizes the programs of tests marked `optimized` alone: others run once.

@@ -1040,6 +1040,12 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/leaks.py",
+        "            if frozen:",
+        "            if False:",
+        "tests/fuse/test_front.py::test_objects_that_a_server_has_frozen_stay_so",
+    ),
+    Mutant(
+        "layers/fuse/leaks.py",
         "gc.unfreeze()",
         "pass",
         "tests/fuse/test_front.py::"

@@ -334,10 +334,7 @@ def _tried(
 
 
 def _with_regions(
-    program: Program,
-    sites: Mapping[str, list[Site]],
-    left: list[Any],
-    quantization: Quantization,
+    program: Program, sites: Mapping[str, list[Site]], left: list[Any], quantization: Quantization
 ) -> tuple[list[Site], list[Any]]:
     """Returns the losses, and what is left, with those that are computed in chunks of rows.
 

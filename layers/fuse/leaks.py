@@ -61,9 +61,12 @@ class Leaks:
             if trace() is None:
                 return
         if tracers := jax_private.tracers_of(trace()):
+            frozen = gc.get_freeze_count()
             gc.unfreeze()  # it does not see frozen objects, such as modules in a server
             self._search(tracers)
             self._add_results({id(t): t.val for t in tracers})
+            if frozen:
+                gc.freeze()
 
     def __len__(self) -> int:
         return len(self._atoms)

@@ -5,6 +5,7 @@ import contextvars
 import cProfile
 import dataclasses
 import functools
+import gc
 import logging
 import types
 import weakref
@@ -233,6 +234,15 @@ def test_what_objects_keep_is_there_afterwards(name):
     around = "jit" if len(name) % 3 == 0 else "eager"
     want = results(KEPT[name], lambda f: f, around)
     same(results(KEPT[name], fuse_cases.Fused, around), want)
+
+
+def test_objects_that_a_server_has_frozen_stay_so():
+    kept, x = [], jnp.ones(8)
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    fuse_cases.Fused(lambda x: kept.append(x * 2), serves=False)(x)
+    assert gc.get_freeze_count() > frozen / 2
+    np.testing.assert_array_equal(kept[0], 2)
 
 
 def squares():
