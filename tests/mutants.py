@@ -654,9 +654,51 @@ MUTANTS = [
     ),
     Mutant(  # gradients at once of several totals
         "layers/fuse/search.py",
-        "            if self.program.avals[one].shape:",
-        "            if False:",
+        'if self.program.avals[one].shape or self.program.avals[one].dtype.kind == "c":',
+        'if self.program.avals[one].dtype.kind == "c":',
         "tests/fuse/test_rows.py::test_gradients_come_with_the_loss[of_several_totals]",
+    ),
+    Mutant(  # a complex total is two numbers
+        "layers/fuse/search.py",
+        'if self.program.avals[one].shape or self.program.avals[one].dtype.kind == "c":',
+        "if self.program.avals[one].shape:",
+        "tests/fuse/test_rows.py::test_kinds_of_numbers_and_of_rules[of_a_complex_total]",
+    ),
+    Mutant(  # complex numbers have derivatives
+        "layers/fuse/region.py",
+        "moved = tuple([jnp.issubdtype(p.aval.dtype, jnp.inexact) for p in region.ends])",
+        "moved = tuple([jnp.issubdtype(p.aval.dtype, jnp.floating) for p in region.ends])",
+        "tests/fuse/test_rows.py::test_kinds_of_numbers_and_of_rules[of_complex_logits]",
+    ),
+    Mutant(  # so they have in rules of derivatives
+        "layers/fuse/plan.py",
+        "return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]",
+        "return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.floating)]",
+        "tests/fuse/test_rows.py::test_kinds_of_numbers_and_of_rules[of_a_complex_rule]",
+    ),
+    Mutant(  # what a function computes on other devices
+        "layers/fuse/plan.py",
+        'e.params.get("branches_platforms") == (("mosaic",), None)',
+        'e.params.get("branches_platforms")',
+        "tests/fuse/test_rows.py::test_kinds_of_numbers_and_of_rules[on_platforms]",
+    ),
+    Mutant(  # rules that ask what gradients are taken by
+        "layers/fuse/plan.py",
+        ' or e.name == "custom_vjp_call" and e.params["symbolic_zeros"]:',
+        ":",
+        "tests/fuse/test_rows.py::test_kinds_of_numbers_and_of_rules[of_an_asking_rule]",
+    ),
+    Mutant(  # the derivative of what a rule returns
+        "layers/fuse/plan.py",
+        "return rule()([*given, *zeros], chunk)[: len(e.made)], given",
+        "return primal(given, chunk), given",
+        "tests/fuse/test_rows.py::test_second_derivatives_are_those_of_rules[rows]",
+    ),
+    Mutant(  # indices that count some of the rows
+        "layers/fuse/plan.py",
+        "rows[at[c]] and given[0][at[c]] == given[1][d]",
+        "rows[at[c]]",
+        "tests/fuse/test_rows.py::test_what_stays[next_words]",
     ),
     Mutant(  # rows that an equation combines
         "layers/fuse/rows.py",

@@ -33,6 +33,7 @@ from .words import spread, without_words, words_of
 
 _MULTIPLES = "mul", "div", "neg", "convert_element_type", "reshape", "squeeze"
 _OWN = "custom_jvp_call", "custom_vjp_call"
+Rule = Callable[[], "Flow"]
 
 
 def _counting(x: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -81,7 +82,8 @@ class Plan:
         if made.name == "gather":
             rows = without_words(self.rows.get(made.ins[0], ()))
             at = made.params["dimension_numbers"].start_index_map
-            counts = {c: d for c, d in self._counts(made) if rows and rows[at[c]]}
+            of_all = lambda c, d: rows[at[c]] and given[0][at[c]] == given[1][d]
+            counts = {c: d for c, d in self._counts(made) if rows and of_all(c, d)}
         return Equation(made.eqn, made.name, made.params, tuple(given), tuple(results), counts)
 
     def _counts(self, gather: Made) -> Iterator[tuple[int, int]]:
@@ -255,7 +257,7 @@ def only_end(program: Program, ends: Container[int]) -> int:
     Raises:
       Left: where it depends on several.
     """
-    floats = lambda vs: {v for v in vs if jnp.issubdtype(program.avals[v].dtype, jnp.floating)}
+    floats = lambda vs: {v for v in vs if jnp.issubdtype(program.avals[v].dtype, jnp.inexact)}
     for result in program.results:
         reached, stack, seen = set(), [*floats([result])], {result}
         while stack:
@@ -363,16 +365,16 @@ class Flow:
 
 def _inner(e: Equation) -> tuple[Any, int]:
     """Returns the program that an equation calls, and how many operands are not the program's."""
-    if e.eqn.effects:
-        return None, 0
+    if e.eqn.effects or e.name == "custom_vjp_call" and e.params["symbolic_zeros"]:
+        return None, 0  # its rule may ask what gradients are taken by
     if e.name in _OWN:
         return e.params.get("call_jaxpr"), 0
     if e.name in REMAT and not e.params["differentiated"]:
         return ClosedJaxpr(e.params["jaxpr"], ()), 0
     if e.name in JIT:
         return e.params["jaxpr"], 0
-    platforms = e.params.get("branches_platforms") if e.name == "cond" else None
-    return (e.params["branches"][-1], 1) if platforms and platforms[-1] is None else (None, 0)
+    by_xla = e.params.get("branches_platforms") == (("mosaic",), None)  # as in `jnp.diagonal`
+    return (e.params["branches"][-1], 1) if by_xla else (None, 0)
 
 
 def step_of(e: Equation, known: Sequence[Rows | None], made: Rows | None, of_rule: bool) -> Step:
@@ -390,19 +392,16 @@ def step_of(e: Equation, known: Sequence[Rows | None], made: Rows | None, of_rul
     if e.name in _OWN:
         if len(_floating(_types(e)[1])) < len(outs):
             raise Left("a function with a derivative of its own has results that are no floats")
-        rule = functools.cache(
-            functools.partial(_jvp if e.name == "custom_jvp_call" else _vjp, e, primal)
-        )
+        of, with_rule = (_jvp, _with_jvp) if e.name == "custom_jvp_call" else (_vjp, _with_vjp)
+        rule = functools.cache(functools.partial(of, e, primal))
         if not of_rule:
             rule()
-        call = functools.partial(
-            _with_jvp if e.name == "custom_jvp_call" else _with_vjp, e, primal, rule
-        )
+        call = functools.partial(with_rule, e, primal, rule)
     return Step(e, ins, outs, call=call)
 
 
 def _floating(avals: Sequence[Any]) -> list[int]:
-    return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.floating)]
+    return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
 
 
 def _types(e: Equation) -> tuple[list[Any], list[Any]]:
@@ -431,9 +430,7 @@ def _jvp(e: Equation, primal: Flow) -> Flow:
     return Flow(program, rows, [*primal.outs, *primal.outs], of_rule=True)
 
 
-def _with_jvp(
-    e: Equation, primal: Flow, rule: Callable[[], Flow], given: Sequence[Any], chunk: Chunk
-) -> list[Any]:
+def _with_jvp(e: Equation, primal: Flow, rule: Rule, given: Any, chunk: Chunk) -> list[Any]:
     """Returns the results of a function with a rule of its derivative, for a chunk."""
     own, along = jax.custom_jvp(lambda *a: primal(a, chunk)), _floating(_types(e)[0])
 
@@ -446,34 +443,37 @@ def _with_jvp(
 
 
 def _vjp(e: Equation, primal: Flow) -> Flow:
-    """Returns the rule of a function's gradients, which computes the function again."""
+    """Returns the rule of a function's gradients: its results, and these."""
     given, made = _types(e)
     along = _floating(given)
 
-    def pulled(primals: Any, cts: Any) -> Any:
+    def both(primals: Any, cts: Any) -> Any:
         def moved(*moving: Any) -> Any:
             found = dict(zip(along, moving))
             return results_of(e.eqn, [found.get(i, a) for i, a in enumerate(primals)])
 
-        return jax.vjp(moved, *[primals[i] for i in along])[1](cts)
+        results, pull = jax.vjp(moved, *[primals[i] for i in along])
+        return results, pull(cts)
 
-    rows = [primal.ins[i] for i in along]
-    rule = Flow(jax.make_jaxpr(pulled)(given, made), [*primal.ins, *primal.outs], rows, True)
+    rows, program = [primal.ins[i] for i in along], jax.make_jaxpr(both)(given, made)
+    rule = Flow(program, [*primal.ins, *primal.outs], [*primal.outs, *rows], of_rule=True)
     alone = [not any(without_words(r)) for r in rows]
-    if any(each and not rule.is_sum(i) for i, each in enumerate(alone)):
+    if any(each and not rule.is_sum(i) for i, each in enumerate(alone, len(made))):
         raise Left("a gradient of its own is no sum over rows")
     return rule
 
 
-def _with_vjp(
-    e: Equation, primal: Flow, rule: Callable[[], Flow], given: Sequence[Any], chunk: Chunk
-) -> list[Any]:
+def _with_vjp(e: Equation, primal: Flow, rule: Rule, given: Any, chunk: Chunk) -> list[Any]:
     """Returns the results of a function with a rule of its gradients, for a chunk."""
     own, along = jax.custom_vjp(lambda *a: primal(a, chunk)), _floating(_types(e)[0])
 
+    def forward(*given: Any) -> Any:  # the results' own derivative is that of the rule
+        zeros = map(jnp.zeros_like, primal(given, chunk))
+        return rule()([*given, *zeros], chunk)[: len(e.made)], given
+
     def backward(kept: Any, cts: Any) -> Any:
-        found = dict(zip(along, rule()([*kept, *cts], chunk)))
+        found = dict(zip(along, rule()([*kept, *cts], chunk)[len(e.made) :]))
         return tuple([found.get(i) for i in range(len(kept))])
 
-    own.defvjp(lambda *a: (primal(a, chunk), a), backward)
+    own.defvjp(forward, backward)
     return own(*given)

@@ -349,7 +349,7 @@ def _body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Arra
     adds = [len(rows) < len(shape) for rows, _ in results]
     sums = [
         jnp.promote_types(t.dtype, jnp.float32)
-        if add and jnp.issubdtype(t.dtype, jnp.floating)
+        if add and jnp.issubdtype(t.dtype, jnp.inexact)
         else t.dtype
         for t, add in zip(types, adds)
     ]
@@ -428,7 +428,7 @@ def _jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
         results, each = both[: len(later)], both[len(later) :]
         sums = [jnp.promote_types(g.dtype, jnp.float32) for g in each]
         along = zip(each, [t for t in moving if t is not None], sums)
-        parts = [jnp.sum(g.astype(dtype) * t.astype(dtype)) for g, t, dtype in along]
+        parts = [jnp.sum(g.astype(dtype) * t.astype(dtype)).real for g, t, dtype in along]
         found[total] = functools.reduce(jnp.add, parts).astype(results[total].dtype)
     else:
         results = rows(spec, *primals, order=order)
@@ -483,7 +483,7 @@ def _matched(spec: Spec, given: list[Any]) -> list[Any]:
 
 def computed(region: Region, reads: Sequence[int], read: Callable[[int], Any]) -> list[Any]:
     """Returns the ends of a region."""
-    moved = tuple([jnp.issubdtype(p.aval.dtype, jnp.floating) for p in region.ends])
+    moved = tuple([jnp.issubdtype(p.aval.dtype, jnp.inexact) for p in region.ends])
     whole, spec = region.whole, Spec(region, moved)
     given = [p.first(jnp.asarray(read(v)), whole) for p, v in zip(region.reads, reads)]
     given = _matched(spec, equally_varying(*given))

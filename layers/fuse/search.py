@@ -147,7 +147,7 @@ class Search:
             return None  # each turn would keep a gradient of the kernel's size
         with contextlib.suppress(Left):
             one = only_end(self.program, ends)
-            if self.program.avals[one].shape:
+            if self.program.avals[one].shape or self.program.avals[one].dtype.kind == "c":
                 return None  # each of several totals has a gradient of its own
             return one if one in self.plan.sums else None
         return None

@@ -533,6 +533,12 @@ def returned(x, w, other, v, y):
     return jnp.mean(p**2), p
 
 
+def next_words(x, w, other, v, y):
+    """By rows that an index counts, but for the last."""
+    p = jax.nn.softmax(x @ w)
+    return jnp.max(p[jnp.arange(y.size - 1), y[1:]])
+
+
 def mlp(x, w, other, v, y):
     return jnp.mean(jnp.exp(jax.nn.gelu(x @ w) @ jnp.tile(v.T, 8)) ** 2)
 
@@ -540,6 +546,7 @@ def mlp(x, w, other, v, y):
 LEFT = {
     normalised: "reduce_max at test_rows.py:{line}: it combines rows",
     returned: "its logits are read as a whole",
+    next_words: "gather at test_rows.py:{line}: it combines rows",
     mlp: None,
 }
 
@@ -552,6 +559,81 @@ def test_what_stays(loss):
     line = loss.__code__.co_firstlineno + 3
     reason = LEFT[loss] and LEFT[loss].format(line=line)
     assert [row.reason for row in reports[0].rows] == ([reason] if reason else [])
+
+
+# ---------------------------------------------------------------- numbers and rules of other kinds
+
+
+def of_complex_logits(x, w, other, v, y):
+    total = jnp.log(jnp.sum(jnp.exp(x @ (w * (1 + 0.3j)) / 3), -1))
+    return jnp.mean(jnp.imag(total) ** 2)
+
+
+@jax.custom_vjp
+def conjugated(z):
+    return jnp.abs(z)
+
+
+conjugated.defvjp(lambda z: (conjugated(z), z), lambda z, ct: (3 * z * ct,))
+
+
+def of_a_complex_rule(x, w, other, v, y):
+    return jnp.mean(jnp.max(conjugated(jnp.exp(x @ (w * (1 + 0.3j)) / 9)), -1))
+
+
+def on_platforms(x, w, other, v, y):
+    p = jax.lax.platform_dependent(jax.nn.softmax(x @ w), cpu=jnp.sin, default=jnp.cos)
+    return jnp.mean(jnp.max(p, -1))
+
+
+@jax.custom_vjp
+def asking(a, b):
+    return a * b
+
+
+asking.defvjp(
+    lambda a, b: (a.value * b.value, b.value * (2 if b.perturbed else 7)),
+    lambda kept, ct: (ct * kept, None),
+    symbolic_zeros=True,
+)
+
+
+def of_an_asking_rule(x, w, other, v, y):
+    return jnp.mean(jnp.max(asking(jax.nn.softmax(x @ w), jnp.cos(other @ v)), -1))
+
+
+def of_a_complex_total(x, w, other, v, y):
+    return jnp.imag(jnp.mean(jnp.log(jnp.sum(jnp.exp((x @ w) * (1 + 1j) / 3), -1))))
+
+
+KINDS = of_complex_logits, of_a_complex_rule, of_a_complex_total, on_platforms, of_an_asking_rule
+
+
+@pytest.mark.parametrize("loss", KINDS, ids=lambda f: f.__name__)
+def test_kinds_of_numbers_and_of_rules(loss):
+    args, reports = arguments(16), []
+    run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+    for a, b in zip(*map(jax.tree.leaves, (run(fuse(loss, report=reports.append)), run(loss)))):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    assert len(reports[0].fused) == ("complex" in loss.__name__), str(reports[0])
+
+
+@pytest.mark.parametrize("each", ["rows", "linear_cross_entropy"])
+def test_second_derivatives_are_those_of_rules(each):
+    """What a rule of gradients returns has that rule's derivative, not the function's."""
+    x, w, *more = args = arguments(16)
+
+    def loss(x, w, other, v, y):
+        p = log_softmax(x @ w)
+        n = jnp.max(jnp.exp(p), -1) if each == "rows" else pick(p, y)
+        return jnp.mean(fuzz_losses.own_gradient(n) ** 2)
+
+    def run(f):
+        squares = lambda *moving: sum(map(jnp.vdot, *[jax.grad(f, (0, 1))(*moving, *more)] * 2))
+        return jax.jit(jax.grad(squares, (0, 1)))(x, w)
+
+    for a, b in zip(run(served(loss, *args, kinds=(each,))), run(loss), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
 # ---------------------------------------------------------------- random losses
