@@ -496,6 +496,12 @@ MUTANTS = [
         "= []",
         "tests/fuse/test_rows_and_lines.py::test_a_relu_that_is_vmapped_is_one",
     ),
+    Mutant(  # a power's factor is taken for one of the sum
+        "layers/fuse/norms.py",
+        "inner = n ** (1 / a.p)  # n · s^p is (n^(1/p) · s)^p",
+        "inner = n",
+        "tests/fuse/test_rows_and_lines.py::test_norms_with_named_statistics_and_late_factors",
+    ),
     Mutant(
         "layers/fuse/norms.py",
         'if a is not None and a.kind in ("sum", "stat", "square of sum") else None',

@@ -211,14 +211,12 @@ def _times(a: Part, n: float, slack: float) -> Part | None:
         return a
     if not math.isfinite(n) or n <= 0:
         return None
-    slack += a.slack
-    if a.kind in ("sum", "square of sum", "square") or a.kind == "stat" and a.p == 1:
-        return replace(a, a=a.a * n, b=a.b * n, slack=slack)
-    if a.kind == "norm" and a.bias is None and a.stat and a.stat.p == -0.5:
-        slack = a.stat.slack + 2 * (slack - a.slack)
-        stat = replace(a.stat, a=a.stat.a / (n * n), b=a.stat.b / (n * n), slack=slack)
-        return replace(a, stat=stat)
-    return None
+    if a.kind == "norm" and a.bias is None and a.stat:
+        return (stat := _times(a.stat, n, slack)) and replace(a, stat=stat)
+    if a.kind not in ("sum", "square of sum", "square", "stat") or abs(a.p) not in (0.5, 1):
+        return None
+    inner = n ** (1 / a.p)  # n · s^p is (n^(1/p) · s)^p
+    return replace(a, a=a.a * inner, b=a.b * inner, slack=a.slack + slack / abs(a.p))
 
 
 def _normalised(g: Norms, x: Part, stat: Part) -> Part | None:
@@ -284,8 +282,8 @@ def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     if b is None or b.kind != "stat" or b.p <= 0:
         return None
     inverse = replace(b, p=-b.p)
-    if g.program.number(made.ins[0]) == 1:
-        return inverse
+    if (n := g.program.number(made.ins[0])) is not None:
+        return _times(inverse, n, g.program.slack(made.ins[0]))
     return a and (_normalised(g, a, inverse) or _regrouped(g, inverse, a))
 
 

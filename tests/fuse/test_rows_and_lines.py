@@ -45,13 +45,24 @@ def palm(x, scale):
     return jax.lax.rsqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-6) * x * scale * N**0.5
 
 
+def palm_early(x, scale):
+    """The root of the width is a factor of the statistic."""
+    return x * (jax.lax.rsqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-6) * N**0.5) * scale
+
+
+def palm_within(x, scale):
+    return x * jnp.sqrt(N / (jnp.sum(x**2, -1, keepdims=True) + 1e-6)) * scale
+
+
 def centred(x, scale):
     mean = checkpoint_name(x.mean(-1, keepdims=True), "mean")
     var = checkpoint_name(((x - mean) ** 2).mean(-1, keepdims=True), "var")
     return (x - mean) * jax.lax.rsqrt(var + 1e-6) * scale
 
 
-@pytest.mark.parametrize("norm", [of_norm("mean"), of_norm("rstd"), palm, centred])
+@pytest.mark.parametrize(
+    "norm", [of_norm("mean"), of_norm("rstd"), palm, palm_early, palm_within, centred]
+)
 def test_norms_with_named_statistics_and_late_factors(norm):
     args = draws((3, 5, N), (N,))
     fuse_cases.compare(norm, args)
