@@ -1,10 +1,9 @@
 """Norms in a program: x · (mean x² + eps)^-½ and its kind, however they are written.
 
-Each value that derives from an array x gets a `Part`: x itself, its squares, sums of either over an
-axis, a power of such a sum, x times such a power. One rule for each primitive computes a result's
-Part from those of its operands. What ends as x times the power -½ of the mean of its squares (of x
-without its mean) is a norm; vectors that it is multiplied by, and that are added, belong to it, as
-do the two arrays that x is the sum of.
+Each value that derives from an array x gets a `Form`: a polynomial in x, the sums of x and of its
+squares over an axis, roots of such sums, and vectors. One that has x and a root is a norm if it is
+the definition's polynomial: scale and bias are the vectors in it. The two arrays that x is the sum
+of belong to it, too.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 
 from ...native.dtypes import NARROW
 from ..norm import layer_norm, op, rms_norm
-from .constants import ARITHMETIC
+from .algebra import ONE, ZERO, Polynomial, atom, computed, number
 from .labels import (
     MOVED,
     Dims,
@@ -31,6 +30,7 @@ from .labels import (
     moved,
     peel,
     shape_of,
+    size,
 )
 from .program import Equation, Program
 from .sites import Left, Read, Site, at_ends, called
@@ -45,67 +45,144 @@ class Vector:
     b: float = 0.0
 
 
+X, SUM, SQUARES = atom("x"), atom("sum", 1), atom("sum", 2)
+"""An array, its sum over an axis, and that of its squares."""
+
+
+def powers(m: Any, name: str) -> float:
+    """Returns how many factors with this name a product of atoms has."""
+    return sum([p for (n, _), p in m if n == name])
+
+
+def moment(n: int, centred: bool) -> Polynomial:
+    """Returns the mean of n squares, or their variance."""
+    return ZERO.plus(SQUARES, 1 / n).plus(atom("sum", 1, 2), -centred / n**2)
+
+
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Form:
     """A value made of an array x.
 
     Attributes:
-      kind: "x"; "square" of it; "sum" of it; "square of sum"; "stat", (a · Σ x² + b)^p; "norm", x
-        times a stat; "line", (a · x + b · mean) times a stat.
-      centred: x is without its mean, or the squares are.
+      p: the polynomial, of `X`, `SUM`, `SQUARES`, powers of what these make, and Vectors.
       axis: what was summed over, perhaps split since: `along` has the parts.
-      slack: how far a may be from the number that the program's constants stand for, relative.
-      stat: of a norm or a line.
-      scale, bias: of a norm or a line; a stat may be multiplied by a scale first.
+      squares: the value that is the last sum of squares.
       rounded: the dtype that a norm was rounded to before it was multiplied by its scale.
     """
 
     x: int
     dims: Dims
-    kind: str = "x"
-    centred: bool = False
+    p: Polynomial = X
     axis: frozenset[Any] = frozenset()
-    a: float = 1.0
-    b: float = 0.0
-    p: float = 1.0
-    slack: float = 0.0
-    stat: "Part | None" = None
-    scale: Vector | None = None
-    bias: Vector | None = None
+    squares: int = -1
     rounded: Any = None
-    value: int = -1  # the sum behind a stat
 
     @property
     def along(self) -> frozenset[Any]:
         return frozenset(atoms([self.axis]))
 
+    def has(self, name: str) -> bool:
+        return name in self.p.names
+
+    @property
+    def is_norm(self) -> bool:
+        """Tells if it is x times a statistic, and perhaps more."""
+        return self.p.names >= {"x", "power"}
+
+
+@functools.lru_cache(maxsize=1024)  # layers are alike
+def sum_of(p: Polynomial, n: int) -> Polynomial | None:
+    """Returns the sum of a polynomial over n elements; None where x has a higher power."""
+    total = ZERO
+    for m, c in p.terms:
+        k = powers(m, "x")
+        rest = frozenset([factor for factor in m if factor[0][0] != "x"])
+        term = Polynomial.of({rest: c}).times(atom("sum", k) if k else number(n))
+        if term is None or k > 2:
+            return None
+        total = total.plus(term)
+    return total
+
+
+@functools.lru_cache(maxsize=1024)
+def is_known(p: Polynomial, n: int) -> bool:
+    """Tells if a polynomial may be a part of a norm over n elements, and no array of its own.
+
+    It has one root and one x at most, or is a statistic, squares, or x without its mean.
+    """
+    of_x = [powers(m, "x") for m, _ in p.terms]
+    if "power" in p.names:
+        roots = {a for m, _ in p.terms for a, _ in m if a[0] == "power"}
+        inner = [name == "sum" for _, t in roots for m, _ in t for (name, _), _ in m]
+        return len(roots) == 1 and sum(of_x) <= 1 and all(inner)
+    return max(of_x, default=0) in (0, 2) or p.stands_for(X.plus(SUM, -1 / n))
+
 
 class Norms:
-    """The Parts of a program's values."""
+    """The Forms of a program's values."""
 
     def __init__(self, program: Program):
         self.program = program
-        self.of: dict[int, Part] = {}
+        self.of: dict[int, Form] = {}
 
-    def part(self, v: int) -> Part | None:
-        """Returns a value's Part; of one that no rule knows, that it is an array of its own."""
+    def form(self, v: int) -> Form | None:
+        """Returns a value's Form; of one that no rule knows, that it is an array of its own."""
         if v not in self.of:
             aval = self.program.avals[v]
             if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape or not aval.size:
                 return None
-            self.of[v] = Part(v, fresh(aval.shape))
+            self.of[v] = Form(v, fresh(aval.shape))
         return self.of[v]
 
     def read(self, made: Equation) -> None:
-        """Finds the Part of an equation's result."""
-        found, (out,) = RULES[made.name](self, made, *map(self.part, made.ins)), made.outs
-        if found is not None and shape_of(found.dims) == self.program.avals[out].shape:
+        """Finds the Form of an equation's result."""
+        found, (out,) = RULES[made.name](self, made, *map(self.form, made.ins)), made.outs
+        if found is None or shape_of(found.dims) != self.program.avals[out].shape:
+            return
+        free = [l for labels in found.dims for l in labels if l.free]
+        if not free or not found.has("x"):
             self.of[out] = found
 
     def made_of(self, v: int) -> tuple[int, ...]:
         """Returns the sum of squares that a norm is made of."""
-        stat = self.of[v].stat
-        return () if stat is None else (stat.value,)
+        return (self.of[v].squares,)
+
+    def as_of(self, one: Form, v: int, own: Form | None) -> Form | None:
+        """Returns a value as a Form of the array that another is of; None where it is none."""
+        if own is not None and own.x == one.x:
+            return own
+        if (found := self._factor(one, v)) is not None or one.p == X or not one.has("power"):
+            return found
+        made, name = self.program.made(v)
+        # x · scale, by a statistic
+        for u, factor in (made.ins, made.ins[::-1]) if name == "mul" else ():
+            part, scale = self.form(u), self._factor(one, factor)
+            if part is not None and part.x == one.x and scale is not None:
+                p = part.p.times(scale.p)
+                return p and replace(part, p=p)
+        return None
+
+    def _factor(self, one: Form, v: int) -> Form | None:
+        """Returns a number, or a vector that lacks rows of a norm, as a Form of its array."""
+        if (n := self.program.number(v)) is not None:
+            return replace(one, p=number(n, self.program.slack(v)))
+        if one.p == X or not one.has("power"):
+            return None
+        dims = meet(one.dims, self.of[one.x].dims)  # a statistic's are repeated to x's shape
+        one = one if dims is None else replace(one, dims=dims)
+        vector = self._vector_of(one, v)
+        return vector and replace(one, p=atom("vector", vector))
+
+    def _vector_of(self, norm: Form, other: int) -> Vector | None:
+        """Returns what a norm is multiplied by or what is added to it; None if it has all rows."""
+        shape, sizes = self.program.avals[other].shape, shape_of(norm.dims)
+        if len(shape) != len(sizes) or any(n not in (1, m) for n, m in zip(shape, sizes)):
+            return None
+        found = self.vector(other, expanded(norm.dims))
+        have, rows = set(atoms(found.dims)), set(atoms(norm.dims)) - norm.along
+        if not have <= rows | norm.along or not norm.along <= have or rows and rows <= have:
+            return None
+        return found
 
     def vector(self, v: int, dims: Dims) -> Vector:
         """Returns an array as w + b, with w as far back as it is only laid out anew."""
@@ -132,317 +209,125 @@ class Norms:
 # ---------------------------------------------------------------- one rule for each primitive
 
 
-def _same(a: Part, b: Part) -> bool:
-    return (
-        a.x == b.x
-        and a.kind == b.kind == "x"
-        and a.centred == b.centred
-        and a.along == b.along
-        and meet(a.dims, b.dims) == expanded(a.dims)
-    )
-
-
-def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
-    for one, other in (a, made.ins[1]), (b, made.ins[0]):
-        if one is not None and (n := g.program.number(other)) is not None:
-            return _times(one, n, g.program.slack(other))
-    if a is None or b is None:
-        return None
-    if a == b or _same(a, b):
-        return _squared(a)
-    if (norm := _normalised(g, a, b) or _normalised(g, b, a)) is not None:
-        return norm  # x of one row could be a scale of its statistic, too
-    for one, two, other in (a, b, made.ins[1]), (b, a, made.ins[0]):
-        if (scaled := _scaled(g, one, other) or _regrouped(g, one, two)) is not None:
-            return scaled
-    return None
-
-
-def _regrouped(g: Norms, one: Part, two: Part) -> Part | None:
-    """one · (p · q) as (one · p) · q, where one and p are x and its stat: q is the scale, or x."""
-    made = g.program.maker.get(two.x)
-    if two.kind != "x" or two.centred or made is None or made.name != "mul":
-        return None
-    if expanded(two.dims) != expanded(g.of[two.x].dims):
-        return None  # laid out anew
-    for v, other in (made.ins, made.ins[::-1]):
-        p = g.part(v)
-        norm = p and (_normalised(g, one, p) or _normalised(g, p, one))
-        if norm is not None and (scaled := _scaled(g, norm, other)) is not None:
-            return scaled
-    return None
-
-
-def _scaled(g: Norms, norm: Part, other: int) -> Part | None:
-    """A norm, or the statistic or a line that becomes one, times a number or a vector."""
-    is_one = norm.kind in ("norm", "line") or norm.kind == "stat" and norm.p < 0
-    if not is_one or norm.scale is not None or norm.bias is not None:
-        return None
-    if (n := g.program.number(other)) is not None:
-        return _times(norm, n, g.program.slack(other))
-    if norm.kind != "norm":  # repeated to x's shape, by the time a vector is multiplied by it
-        dims = meet(norm.dims, g.of[norm.x].dims)
-        norm = replace(norm, dims=norm.dims if dims is None else dims)
-    vector = _vector_of(g, norm, other)
-    return vector and replace(norm, scale=vector)
-
-
-def _squared(a: Part) -> Part | None:
-    if a.kind == "sum":
-        return replace(a, kind="square of sum", a=a.a * a.a, slack=2 * a.slack)
-    return replace(a, kind="square") if a.kind == "x" else None
-
-
-def _vector_of(g: Norms, norm: Part, other: int) -> Vector | None:
-    """An array that a norm is multiplied by or that is added to it; None if it has all rows."""
-    shape, sizes = g.program.avals[other].shape, shape_of(norm.dims)
-    if len(shape) != len(sizes) or any(n not in (1, m) for n, m in zip(shape, sizes)):
-        return None
-    found = g.vector(other, expanded(norm.dims))
-    have, rows = set(atoms(found.dims)), set(atoms(norm.dims)) - norm.along
-    if not have <= rows | norm.along or not norm.along <= have or rows and rows <= have:
-        return None
-    return found
-
-
-def _times(a: Part, n: float, slack: float) -> Part | None:
-    """Returns a · n, for a constant n with a `Program.slack`."""
-    if n == 1:
-        return a
-    if not math.isfinite(n) or n <= 0:
-        return None
-    if a.kind == "norm" and a.bias is None and a.stat:
-        return (stat := _times(a.stat, n, slack)) and replace(a, stat=stat)
-    if a.kind not in ("sum", "square of sum", "square", "stat") or abs(a.p) not in (0.5, 1):
-        return None
-    inner = n ** (1 / a.p)  # n · s^p is (n^(1/p) · s)^p
-    return replace(a, a=a.a * inner, b=a.b * inner, slack=a.slack + slack / abs(a.p))
-
-
-def _normalised(g: Norms, x: Part, stat: Part) -> Part | None:
-    """x, or its mean, times a power of the sum of its squares, which a scale may be in."""
-    if stat.kind != "stat" or x.x != stat.x or stat.p >= 0:
-        return None
-    if x.kind == "sum" or x.kind == "x" and stat.centred and not x.centred:
-        return _line(g, x, stat)
-    if x.kind != "x" or x.centred != stat.centred:
-        return None
-    if x.centred and x.along != stat.along:
-        return None
-    dims = meet(x.dims, stat.dims)
-    if dims is None or dims != expanded(x.dims):
-        return None
-    alone = replace(stat, scale=None)
-    return replace(x, kind="norm", stat=alone, axis=stat.axis, dims=dims, scale=stat.scale)
-
-
-# ---------------------------------------------------------------- lines
-# Keras writes x·r·γ + (β − mean·r·γ), with r the root of 1 / (variance + eps): a sum of two lines.
-
-
-def _line(g: Norms, x: Part, stat: Part) -> Part | None:
-    """x or ± its mean over the axis of the variance, times the statistic."""
-    n = math.prod(l.size for l in x.axis)
-    if not stat.centred or x.kind == "sum" and not _is_one(abs(x.a) * n, x.slack):
-        return None
-    if x.kind == "sum" and x.along != stat.along:
-        return None
-    dims = meet(x.dims, stat.dims)
-    if dims is None or meet(dims, g.of[x.x].dims) is None:
-        return None
-    a, b = (0.0, math.copysign(1.0, x.a)) if x.kind == "sum" else (1.0, 0.0)
-    found = Part(x.x, dims, "line", True, stat.axis, a, b, scale=stat.scale)
-    return replace(found, stat=replace(stat, scale=None))
-
-
-def _sum_of_lines(g: Norms, one: Part | None, two: Part | None) -> Part | None:
-    """A norm, where the mean is subtracted from x; one of the two may have the bias."""
-    if one is None or two is None or one.kind != "line" or two.kind != "line":
-        return None
-    assert one.stat is not None and two.stat is not None
-    bias, same = one.bias or two.bias, replace(two.stat, dims=one.stat.dims) == one.stat
-    if not same or one.scale != two.scale or one.bias and two.bias:
-        return None
-    a, b, dims = one.a + two.a, one.b + two.b, meet(one.dims, two.dims)
-    if (a, b) != (1, -1) or dims is None or meet(dims, g.of[one.x].dims) != dims:
-        return None
-    return replace(one, kind="norm", a=1.0, b=0.0, dims=dims, bias=bias)
-
-
-def _neg(g: Norms, made: Equation, a: Part | None) -> Part | None:
-    if a is None or a.kind not in ("sum", "line") or a.bias is not None:
-        return None
-    return replace(a, a=-a.a, b=-a.b)
-
-
-def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
-    n = g.program.number(made.ins[1])
-    if n is not None:
-        return _times(a, 1 / n, g.program.slack(made.ins[1])) if a is not None and n else None
-    if b is None or b.kind != "stat" or b.p <= 0:
-        return None
-    inverse = replace(b, p=-b.p)
-    if (n := g.program.number(made.ins[0])) is not None:
-        return _times(inverse, n, g.program.slack(made.ins[0]))
-    return a and (_normalised(g, a, inverse) or _regrouped(g, inverse, a))
-
-
-def _add(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
-    if (norm := _sum_of_lines(g, a, b)) is not None:
-        return norm
-    for one, other in ((a, made.ins[1]), (b, made.ins[0])):
-        if one is None:
-            continue
-        n = g.program.number(other)
-        if n is not None:
-            if n == 0:
-                return one
-            inner = one.kind == "square" or one.kind == "stat" and one.p == 1
-            return replace(one, b=one.b + n) if inner else None
-        if one.kind in ("norm", "line") and one.bias is None:
-            return (bias := _vector_of(g, one, other)) and replace(one, bias=bias)
-    return None
-
-
-def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
-    if a is not None and g.program.number(made.ins[1]) == 0:
-        return a
-    if b is not None and b.kind == "line" and b.bias is None:  # of a bias, or of x's line
-        less = replace(b, a=-b.a, b=-b.b)
-        bias = _vector_of(g, less, made.ins[0])
-        return _sum_of_lines(g, a, less) or bias and replace(less, bias=bias)
+def _joined(a: Form | None, b: Form | None) -> Form | None:
+    """Returns what two Forms of one array have in common; None where they do not combine."""
     if a is None or b is None or a.x != b.x:
         return None
-    n = math.prod(l.size for l in b.axis)
-    if a.kind == "x" and not a.centred and b.kind == "sum" and _is_one(b.a * n, b.slack):
-        if meet(a.dims, b.dims) == expanded(a.dims):
-            return replace(a, centred=True, axis=b.axis)
-    if a.kind == "stat" and b.kind == "square of sum" and not a.centred and a.along == b.along:
-        means = _is_one(a.a * n, a.slack) and _is_one(b.a * n * n, b.slack)
-        if a.p == 1 and a.b == 0 and means:
-            dims = meet(a.dims, b.dims)
-            return None if dims is None else replace(a, centred=True, dims=dims)
+    if a.axis != b.axis and a.axis and b.axis and a.along != b.along:
+        return None
+    if (dims := meet(a.dims, b.dims)) is None:
+        return None
+    if dims != a.dims and len({*(labels := atoms(dims))}) < len(labels):  # x and its transpose
+        return None
+    axis, squares, rounded = a.axis or b.axis, max(a.squares, b.squares), a.rounded or b.rounded
+    return replace(a, dims=dims, axis=axis, squares=squares, rounded=rounded)
+
+
+def _elementwise(g: Norms, made: Equation, *forms: Form | None) -> Form | None:
+    for i, one in enumerate(forms):
+        pairs = enumerate(zip(made.ins, forms))
+        every = [one if j == i else one and g.as_of(one, v, own) for j, (v, own) in pairs]
+        common = functools.reduce(_joined, every)
+        if common is None:
+            continue
+        p = computed(made.name, made.params.get("y"), *[f.p for f in every if f])
+        if p is not None and (
+            p == common.p or is_known(p, size(common.axis) if common.axis else 1)
+        ):
+            return replace(common, p=p)
     return None
 
 
-def _is_one(a: float, slack: float) -> bool:
-    """Tells if a product of the program's constants stands for 1."""
-    return abs(a - 1) <= slack + ARITHMETIC
-
-
-_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5}
-
-
-def _power(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
-    y = made.params.get("y", _POWERS.get(made.name))
-    if made.name == "pow":
-        y = g.program.number(made.ins[1])
-    if a is None or y is None:
-        return None
-    if a.scale is not None:
-        return None
-    if a.kind == "stat":  # √s squared is |s|, and its derivative at 0 is NaN
-        return replace(a, p=a.p * y) if a.p == 1 or a.p * y != 1 else None
-    return _squared(a) if y == 2 else None
-
-
-def _maximum(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+def _maximum(g: Norms, made: Equation, *forms: Form | None) -> Form | None:
     """A variance that must not be negative."""
-    for one, other in ((a, made.ins[1]), (b, made.ins[0])):
-        if one is not None and one.kind == "stat" and one.centred and one.b == 0 and one.p == 1:
-            if g.program.number(other) == 0:
-                return one
+    for one, other in zip(forms, made.ins[::-1]):
+        if one is not None and g.program.number(other) == 0:
+            n, (c, slack) = size(one.axis), one.p.coefficient(SQUARES)
+            factor = number(c * n, slack / c) if c > 0 else ZERO
+            return one if one.p.stands_for(moment(n, True).times(factor) or ZERO) else None
     return None
 
 
-def _sum(g: Norms, made: Equation, a: Part | None) -> Part | None:
-    if a is None or a.kind not in ("x", "square"):
-        return None
-    axes = tuple(map(int, made.params["axes"]))
-    axis = frozenset(atoms([a.dims[i] for i in axes]))
-    dims = tuple([d for i, d in enumerate(a.dims) if i not in axes])
-    if not axis or any([l.free for l in axis]):
-        return None
-    if a.kind == "x":
-        return None if a.centred else replace(a, kind="sum", axis=axis, dims=dims)
-    if a.centred and a.along != axis:
-        return None
-    b = a.b * math.prod(l.size for l in axis)  # eps within the sum
-    return replace(a, kind="stat", axis=axis, dims=dims, b=b, value=made.outs[0])
+def _sum(g: Norms, made: Equation, a: Form | None) -> Form | None:
+    return None if a is None else _summed(a, made.params["axes"], made.outs[0])
 
 
-def _dot(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+def _summed(a: Form, axes: Sequence[Any], value: int) -> Form | None:
+    """Returns the sum of x, of squares, or of a statistic, over axes."""
+    places = {*map(int, axes)}
+    axis = frozenset(atoms([a.dims[i] for i in places]))
+    dims = tuple([d for i, d in enumerate(a.dims) if i not in places])
+    if not axis or any([l.free for l in axis]) or a.has("power") or a.axis and a.along != axis:
+        return None
+    if (total := sum_of(a.p, size(axis))) is None:
+        return None
+    squares = value if total.coefficient(SQUARES)[0] else a.squares
+    return replace(a, p=total, axis=axis, dims=dims, squares=squares)
+
+
+def _dot(g: Norms, made: Equation, a: Form | None, b: Form | None) -> Form | None:
     """Σ x², as a product of x with itself; a scale, as a product that sums over nothing."""
     contract, batch = made.params["dimension_numbers"]
     if not contract[0]:
         return _scaled_by_product(g, made, batch, a, b)
-    if a is None or b is None or not _same(a, b):
+    if a is None or b is None or a.x != b.x or contract[0] != contract[1] or batch[0] != batch[1]:
         return None
-    if contract[0] != contract[1] or batch[0] != batch[1]:
+    order = *batch[0], *contract[0]
+    common, p = _joined(a, b), a.p.times(b.p)
+    if common is None or p is None or len(order) != len(a.dims):
         return None
-    if len(contract[0]) + len(batch[0]) != len(a.dims):
-        return None
-    axis = frozenset(atoms(a.dims[i] for i in contract[0]))
-    if not axis or a.centred and a.along != axis:
-        return None
-    dims = tuple(a.dims[i] for i in batch[0])
-    return replace(a, kind="stat", axis=axis, dims=dims, value=made.outs[0])
+    dims = tuple([common.dims[i] for i in order])
+    return _summed(replace(common, p=p, dims=dims), range(len(batch[0]), len(order)), made.outs[0])
 
 
-def _scaled_by_product(g: Norms, made: Equation, batch: Any, *parts: Part | None) -> Part | None:
+def _scaled_by_product(g: Norms, made: Equation, batch: Any, *forms: Form | None) -> Form | None:
     """MaxText's `einsum("...k,k->...k", norm, scale)`."""
-    for i, norm in enumerate(parts):
-        if norm is None or norm.kind != "norm" or norm.scale is not None or norm.bias is not None:
+    for i, norm in enumerate(forms):
+        if norm is None or not norm.is_norm or norm.has("vector"):
             continue
         if g.program.avals[made.ins[1 - i]].ndim != len(batch[i]):
             continue
         order = sorted(range(len(batch[i])), key=lambda j: batch[1 - i][j])  # of the vector's
         vector = g.vector(made.ins[1 - i], tuple(norm.dims[batch[i][j]] for j in order))
-        if set(atoms(vector.dims)) == norm.along:
+        p = norm.p.times(atom("vector", vector))
+        if p is not None and set(atoms(vector.dims)) == norm.along:
             rest = [d for j, d in enumerate(norm.dims) if j not in batch[i]]
-            return replace(norm, scale=vector, dims=(*[norm.dims[j] for j in batch[i]], *rest))
+            return replace(norm, p=p, dims=(*[norm.dims[j] for j in batch[i]], *rest))
     return None
 
 
-def _layout(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
-    if a is None:
-        return None
+def _layout(g: Norms, made: Equation, a: Form | None, *_: Any) -> Form | None:
     given, out = g.program.avals[made.ins[0]], g.program.avals[made.outs[0]]
-    dims = moved(made, a.dims, given.shape, out.shape)
-    if dims is None or a.kind in ("x", "norm") and any([l.free for l in atoms(dims)]):
-        return None
-    return replace(a, dims=dims)
+    dims = moved(made, a.dims, given.shape, out.shape) if a is not None else None
+    return replace(a, dims=dims) if a is not None and dims is not None else None
 
 
-def _convert(g: Norms, made: Equation, a: Part | None) -> Part | None:
-    if a is None:
-        return None
+def _convert(g: Norms, made: Equation, a: Form | None) -> Form | None:
     given, to = (g.program.avals[v].dtype for v in (made.ins[0], made.outs[0]))
-    if not jnp.issubdtype(given, jnp.floating):
-        return None
-    if jnp.finfo(to).bits > jnp.finfo(given).bits or to == given:
+    if a is None or jnp.finfo(to).bits > jnp.finfo(given).bits or to == given:
         return a  # the same values
-    if a.kind == "norm":
-        return replace(a, rounded=to) if a.scale is None and a.bias is None else a
-    return None if a.kind in ("x", "square") else a  # rounded, it is another array
+    if a.is_norm:
+        return a if a.has("vector") else replace(a, rounded=to)
+    return None if a.has("x") else a  # rounded, it is another array
 
 
-def _named(g: Norms, made: Equation, a: Part | None) -> Part | None:
+def _named(g: Norms, made: Equation, a: Form | None) -> Form | None:
     """A statistic that remat may keep; other values that it may keep are arrays of their own."""
-    return a if a is not None and a.kind in ("sum", "stat", "square of sum") else None
+    return None if a is None or a.has("x") else a
 
 
+LAYOUT = (*MOVED, "copy", "pcast", "pvary")
 RULES: dict[str, Any] = {
     "name": _named,
     "max": _maximum,
     "dot_general": _dot,
     "convert_element_type": _convert,
+    "reduce_sum": _sum,
 }
-RULES |= {"mul": _mul, "div": _div, "add": _add, "add_any": _add, "sub": _sub, "reduce_sum": _sum}
-RULES["neg"] = _neg
-RULES |= dict.fromkeys(("integer_pow", "pow", "square", "sqrt", "rsqrt"), _power)
-LAYOUT = (*MOVED, "copy", "pcast", "pvary")
 RULES |= dict.fromkeys(LAYOUT, _layout)
+RULES |= dict.fromkeys(
+    "add add_any div integer_pow mul neg pow rsqrt sqrt square sub".split(), _elementwise
+)
 
 
 # ---------------------------------------------------------------- sites
@@ -450,20 +335,68 @@ RULES |= dict.fromkeys(LAYOUT, _layout)
 RESIDUAL = ", with a residual"  # in what the report says of a norm
 
 
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """(x · (mean of its squares + eps)^-½) · scale + bias, of x less its mean where `centred`.
+
+    Attributes:
+      rounds: it is rounded before it is multiplied by its scale.
+    """
+
+    eps: float
+    centred: bool
+    scale: Vector | None
+    bias: Vector | None
+    rounds: bool = False
+
+
+def norm_of(form: Form) -> Norm:
+    """Returns the norm whose definition has a Form's polynomial.
+
+    Raises:
+      Left: where there is none.
+    """
+    n, terms = size(form.axis), form.p.terms
+    ((with_x, (c, slack)),) = [(m, c) for m, c in terms if powers(m, "x")]
+    factors = {name: (of, p) for (name, of), p in with_x}
+    (inner, power), (scale, _) = factors["power"], factors.get("vector", (None, 1))
+    alone = [of for m, _ in terms if len(m) == 1 for (name, of), _ in m if name == "vector"]
+    bias = alone[0] if alone else None
+    if power != -0.5:
+        raise Left(f"it is multiplied by the power {power:g} of a sum of squares")
+    if c <= 0:
+        raise Left("it is multiplied by a negative number")
+    # c · x · s^-½ is x · (s / c²)^-½.
+    statistic: Any = Polynomial(inner).times(number(1 / c / c, 2 * slack / c))
+    (squares, _), (eps, _) = map(statistic.coefficient, (SQUARES, ONE))
+    centred = any(powers(m, "sum") == 2 for m, _ in inner)
+    if not statistic.stands_for(moment(n, centred).plus(number(eps))):
+        raise Left(f"{squares * n:g} times the mean of squares")
+    if eps < 0:
+        raise Left("a negative eps")
+    root = Polynomial.of({frozenset([(("power", inner), power)]): (c, slack)})
+    y: Any = (X.plus(SUM, -1 / n) if centred else X).times(root)
+    y = y if scale is None else y.times(atom("vector", scale))
+    if not form.p.stands_for(y if bias is None else y.plus(atom("vector", bias))):
+        raise Left("its mean and that of its squares are not of one array")
+    return Norm(eps, centred, scale, bias)
+
+
 def _computed(
-    norms: Norms, value: int, part: Part, added: Sequence[int], rows: Any, examples: int, read: Read
+    norms: Norms, value: int, norm: Norm, added: Sequence[int], rows: Any, examples: int, read: Read
 ) -> Sequence[Any]:
     """Returns a norm, with the addition before it where there is one, by one of our operations.
 
     Args:
-      norms, value, part: what is computed.
+      norms, value, norm: what is computed.
       added: its operands, one or the two that are added; all have x's labels.
       rows: the labels of the dimensions that x is arranged to, before those of its features.
       examples: how many leading dimensions scale and shift differ along.
       read: reads a value.
     """
-    g, x_dims = norms.program, norms.of[part.x].dims
-    features = tuple(l for l in atoms(x_dims) if l in part.along)
+    g, form = norms.program, norms.of[value]
+    x_dims = norms.of[form.x].dims
+    features = tuple(l for l in atoms(x_dims) if l in form.along)
     aval, to = g.avals[value], (*rows, features)
 
     def vector(own: Vector | None, offset: float) -> Any:
@@ -475,17 +408,17 @@ def _computed(
         return w.astype(jnp.promote_types(w.dtype, jnp.float32)) + offset if offset else w
 
     x, *residual = [arrange(read(v), x_dims, to) for v in added]
-    options: dict[str, Any] = {"eps": part.stat.b, "dtype": aval.dtype} if part.stat else {}
-    options["scale_offset"] = part.scale.b if part.scale is not None else 0.0
-    if part.rounded is not None and part.scale is not None and not part.centred:
+    options: dict[str, Any] = {"eps": norm.eps, "dtype": aval.dtype}
+    options["scale_offset"] = norm.scale.b if norm.scale is not None else 0.0
+    if norm.rounds:
         options["cast"] = "before"
     if residual:
         options["residual"] = residual[0]
-    vectors = vector(part.scale, 0.0), vector(part.bias, part.bias.b if part.bias else 0.0)
-    results = called(layer_norm if part.centred else rms_norm, x, *vectors, **options)
+    vectors = vector(norm.scale, 0.0), vector(norm.bias, norm.bias.b if norm.bias else 0.0)
+    results = called(layer_norm if norm.centred else rms_norm, x, *vectors, **options)
     y, *h = results if residual else [results]
-    outs = arrange(y, to, part.dims), *[arrange(each, to, x_dims) for each in h]
-    return [y.astype(g.avals[v].dtype) for y, v in zip(outs, (value, part.x))]
+    outs = arrange(y, to, form.dims), *[arrange(each, to, x_dims) for each in h]
+    return [y.astype(g.avals[v].dtype) for y, v in zip(outs, (value, form.x))]
 
 
 def joined(g: Program, made: Equation) -> Site | None:
@@ -514,62 +447,49 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Site:
     Raises:
       Left: where it has to stay as it is, with the reason.
     """
-    g, part = norms.program, norms.of[value]
-    stat, x_aval, aval = part.stat, g.avals[part.x], g.avals[value]
-    assert stat is not None
-    n = math.prod(l.size for l in part.along)
-    _check_statistic(stat, n)
-    _check_layout(part, atoms(norms.of[part.x].dims))
+    g, form = norms.program, norms.of[value]
+    norm, x_aval, aval = norm_of(form), g.avals[form.x], g.avals[value]
+    n = size(form.axis)
+    _check_layout(form, atoms(norms.of[form.x].dims))
     if x_aval.dtype == jnp.float64 != aval.dtype:
         raise Left("float64 is rounded")
-    vectors = [v for v in (part.scale, part.bias) if v is not None]
-    rows, examples = _rows_of(part, vectors)
-    if part.rounded is not None and part.scale is not None:
-        if part.rounded != aval.dtype:
+    vectors = [v for v in (norm.scale, norm.bias) if v is not None]
+    rows, examples = _rows_of(form, vectors)
+    if form.rounded is not None and norm.scale is not None:
+        if form.rounded != aval.dtype:
             raise Left("it is rounded before its scale, to another dtype than its result's")
-        if part.centred or part.bias is not None or examples:
-            part = replace(part, rounded=None)
-    added = (part.x,) if part.x in taken else _added(g, part.x)
-    outs = (value,) if len(added) == 1 else (value, part.x)
-    name = "layer_norm" if part.centred else "rms_norm"
+        norm = replace(norm, rounds=not (norm.centred or norm.bias or examples))
+    added = (form.x,) if form.x in taken else _added(g, form.x)
+    outs = (value,) if len(added) == 1 else (value, form.x)
+    name = "layer_norm" if norm.centred else "rms_norm"
     owner = ", with examples" if examples else ""
     count = math.prod(x_aval.shape) // n
     return Site(
         outs=outs,
         reads=tuple(dict.fromkeys([*added, *[v.value for v in vectors]])),
-        dead=(stat.value,),
+        dead=(form.squares,),
         what=f"norm {count} x {n}, {x_aval.dtype.name}",
         served=f"{name}{RESIDUAL if added[1:] else ''}{owner}",
-        compute=functools.partial(_computed, norms, value, part, added, rows, examples),
+        compute=functools.partial(_computed, norms, value, norm, added, rows, examples),
     )
 
 
-def _check_statistic(stat: Part, n: int) -> None:
-    """Raises Left unless a statistic is (mean of n squares + eps)^-½."""
-    if stat.p != -0.5:
-        raise Left(f"it is multiplied by the power {stat.p:g} of a sum of squares")
-    if not _is_one(stat.a * n, stat.slack):
-        raise Left(f"{stat.a * n:g} times the mean of squares")
-    if stat.b < 0:
-        raise Left("a negative eps")
-
-
-def _check_layout(part: Part, labels: Labels) -> None:
+def _check_layout(form: Form, labels: Labels) -> None:
     """Raises Left unless a norm has each label of x once, those that it is over among them."""
-    have = atoms(part.dims)
+    have = atoms(form.dims)
     if {*have} != {*labels} or len(have) != len(labels):
         raise Left("its result is not laid out as x")
-    if not part.along <= {*labels}:
+    if not form.along <= {*labels}:
         raise Left("its axis is no axis of x")
 
 
-def _rows_of(part: Part, vectors: Sequence[Vector]) -> tuple[list[Labels], int]:
+def _rows_of(form: Form, vectors: Sequence[Vector]) -> tuple[list[Labels], int]:
     """Returns the labels of a norm's rows, and how many of them are examples.
 
     Scale and shift differ between examples, which come first, and not between the rows of one.
     """
-    rows = [tuple(l for l in d if l not in part.along) for d in expanded(part.dims)]
-    rows, own = [r for r in rows if r], {frozenset(atoms(v.dims)) - part.along for v in vectors}
+    rows = [tuple(l for l in d if l not in form.along) for d in expanded(form.dims)]
+    rows, own = [r for r in rows if r], {frozenset(atoms(v.dims)) - form.along for v in vectors}
     if not any(own):
         return rows, 0
     if len(own) > 1:
@@ -619,7 +539,7 @@ def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
         wanted.update(site.reads)
         return site
 
-    chains = {v: part.x for v, part in norms.of.items() if part.kind == "norm"}
+    chains = {v: form.x for v, form in norms.of.items() if form.p != X and form.is_norm}
     yield from at_ends(norms.program, chains, site, wanted)
     for made in norms.program.equations:
         if made.eqn.primitive is op.forward.primitive and made.ins[0] not in taken:

@@ -433,6 +433,7 @@ no_norm(
 )
 
 
+no_norm("by the mean of squares", lambda x, w: x / (mean(x * x) + 1e-3) * w)
 no_norm("eps outside of the root", lambda x, w: x / (jnp.sqrt(mean(x * x)) + 0.1) * w)
 no_norm("a floor", lambda x, w: x / jnp.maximum(jnp.sqrt(mean(x * x)), 1.2) * w)
 norm("no eps, rows of zeros", with_rows_of_zeros)
@@ -480,7 +481,6 @@ FALSE = {
     "a jit that is called silu": silu,
     "swish of another derivative": other_derivative(jax.nn.silu),
     "a relu that passes gradients": straight_through(jax.nn.relu),
-    "a relu of maximum": lambda z: jnp.maximum(z, 0),
     "stopped": lambda z: stop(jax.nn.silu(z)),
     "of 8 bits": lambda z: eight(jax.nn.silu(z)),
     "rounded": lambda z: jax.nn.silu(z.astype(bf16)).astype(f32),
@@ -490,6 +490,8 @@ for i, (name, f) in enumerate(FALSE.items()):
     gated = lambda x, g, u, d, f=f: (f(x @ g) * (x @ u)) @ d
     kind, function = [("plain", plain), ("gated", gated)][i % 2]
     mlp(f"{kind}, {name}", function, options=ROUNDED if name == "rounded" else None)
+# A gated one has an up of 0 where its gate is.
+mlp("plain, a relu of maximum", lambda x, g, u, d: jnp.maximum(x @ g, 0) @ d + u[0])
 act = jax.nn.silu
 mlp("a precise product", lambda x, g, u, d: jnp.matmul(act(x @ g), d, precision="highest"), mlp=0)
 mlp("the hidden is read", lambda x, g, u, d: (lambda h: (h @ d, h))(act(x @ g) * (x @ u)))
