@@ -151,14 +151,19 @@ def compared(
     ours = _with_gradients(of_arrays(fused), given, rest, scalars[0])
     exact, reference = _reference(closed, given, rest, scalars[0])
     names += [f"d {_place(loss, paths[i][0])}" for i in floats]
-    sizes = [max(map(_size, each)) for each in zip(theirs, ours, exact, strict=True)]
-    errors = [*zip(map(_error, theirs, exact), map(_error, ours, exact))]
+    rows = _differences(names, [*zip(theirs, ours, exact, strict=True)], len(floats))
+    return Comparison(tuple(rows), reference, reports[-1])
+
+
+def _differences(names: list[str], each: list[Any], gradients: int) -> list[Difference]:
+    """Returns the errors of (theirs, ours, exact), the last of which are gradients."""
+    sizes = [max(map(_size, three)) for three in each]
+    errors = [(_error(theirs, exact), _error(ours, exact)) for theirs, ours, exact in each]
     # A gradient is zero but for rounding if it is no larger than others' errors in the function.
     least = 8 * max([e * size for (e, _), size in zip(errors, sizes) if e < 0.1], default=0.0)
-    zero = [i >= len(sizes) - len(floats) and size <= least for i, size in enumerate(sizes)]
-    zero = [is_small and max(each) > 0.1 for is_small, each in zip(zero, errors)]
-    rows = [Difference(name, *each, z) for name, each, z in zip(names, errors, zero, strict=True)]
-    return Comparison(tuple(rows), reference, reports[-1])
+    zero = [i >= len(sizes) - gradients and size <= least for i, size in enumerate(sizes)]
+    zero = [is_small and max(two) > 0.1 for is_small, two in zip(zero, errors)]
+    return [Difference(name, *two, z) for name, two, z in zip(names, errors, zero, strict=True)]
 
 
 def _is_float(x: Any) -> bool:

@@ -744,8 +744,8 @@ MUTANTS = [
     ),
     Mutant(  # losses without exponentials
         "layers/fuse/search.py",
-        "            if not is_loss and not is_hinge:",
-        "            if not is_loss:",
+        "return bool(is_loss or self.names & _OF_HINGES and self.serves)",
+        "return bool(is_loss)",
         "tests/fuse/test_user_losses.py::test_losses[hinge_by_optax]",
     ),
     Mutant(  # a total of which the loss is no sum over chunks

@@ -103,31 +103,37 @@ class ScoreForms:
 
 
 def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
-    avals = [g.program.avals[v] for v in made.ins]
-    if not all([jnp.issubdtype(a.dtype, jnp.floating) for a in avals]):
+    """Scores, a product of probabilities with values, or picked scores."""
+    if not all([jnp.issubdtype(g.program.avals[v].dtype, jnp.floating) for v in made.ins]):
         return None
-    contract, batch = made.params["dimension_numbers"]
-    side = next((i for i, f in enumerate(forms) if f and (f.soft or f.dropout)), None)
-    if side is None and (picked := _picked(g, made, forms)) is not None:
+    for side, form in enumerate(forms):
+        if form and (form.soft or form.dropout):
+            return _mixed(g, made, side, form)
+    if (picked := _picked(g, made, forms)) is not None:
         return picked
-    dims = [fresh(a.shape) for a in avals]
-    first = side or 0
-    known = None if side is None else forms[side]
-    if side is not None and known is not None:
-        dims[side] = known.dims
-        shared = (*contract[side], *batch[side])
-        if any(l.free for i in shared for l in expand(dims[side][i])):
-            return None
-    pairs = zip((*contract[first], *batch[first]), (*contract[1 - first], *batch[1 - first]))
-    to = {b: dims[first][a] for a, b in pairs}
-    dims[1 - first] = tuple([to.get(i, d) for i, d in enumerate(dims[1 - first])])
-    g.sides[made] = dims
-    rest = [d for j in (0, 1) for i, d in enumerate(dims[j]) if i not in (*contract[j], *batch[j])]
-    out = (*[dims[0][i] for i in batch[0]], *rest)
-    if side is None or known is None:
-        return Form(Scores(made), out)
-    axis = atoms(known.dims[i] for i in contract[side])
-    return replace(known, dims=out, mixed=Mixed(made, 1 - side, dims[1 - side], axis))
+    return Form(Scores(made), _product_dims(g, made, 0, fresh(g.program.avals[made.ins[0]].shape)))
+
+
+def _mixed(g: ScoreForms, made: Equation, side: int, form: Form) -> Form | None:
+    """A product of probabilities, which are its operand `side`."""
+    summed, batch = (dims[side] for dims in made.params["dimension_numbers"])
+    if any(l.free for i in (*summed, *batch) for l in expand(form.dims[i])):
+        return None
+    out = _product_dims(g, made, side, form.dims)
+    axis = atoms(form.dims[i] for i in summed)
+    return replace(form, dims=out, mixed=Mixed(made, 1 - side, g.sides[made][1 - side], axis))
+
+
+def _product_dims(g: ScoreForms, made: Equation, side: int, dims: Dims) -> Dims:
+    """Returns a product's labels, given those of its operand `side`; and keeps both operands'."""
+    contract, batch = made.params["dimension_numbers"]
+    other = fresh(g.program.avals[made.ins[1 - side]].shape)
+    pairs = zip((*contract[side], *batch[side]), (*contract[1 - side], *batch[1 - side]))
+    to = {b: dims[a] for a, b in pairs}
+    other = tuple([to.get(i, d) for i, d in enumerate(other)])
+    sides = g.sides[made] = [other, dims] if side else [dims, other]
+    rest = [d for j in (0, 1) for i, d in enumerate(sides[j]) if i not in (*contract[j], *batch[j])]
+    return (*[sides[0][i] for i in batch[0]], *rest)
 
 
 def _picked(g: ScoreForms, made: Equation, forms: Any) -> Form | None:

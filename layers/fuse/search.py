@@ -98,6 +98,16 @@ class Search:
             raise _Again
         return True
 
+    @property
+    def serves(self) -> bool:
+        return bool(self.ends) and not self.left
+
+    @property
+    def is_known(self) -> bool:
+        """Tells if its equations are those of losses, not of layers."""
+        is_loss = self.names & _OF_LOSSES and (self.ends or "reduce_sum" in self.names)
+        return bool(is_loss or self.names & _OF_HINGES and self.serves)
+
     why, chunks = "", "chunks"
     what = "loss {rows} x {summed} -> {words}, {dtype}"
 
@@ -274,24 +284,9 @@ def found(
             continue
         if not {*product.outs} <= wanted - served:
             continue
-        searches: list[Search] = []
-        kind = Queries if any(product.params["dimension_numbers"][1]) else Search
-        for right in (True, False):
-            try:
-                searches.append(one := kind(program, live, product, right))
-            except (_NoLogits, Left):
-                continue
-            if one.ends and not one.left:
-                searches = [one]
-                break
-        if kind is Queries:  # else the attention's own row says why
-            searches = [one for one in searches if one.ends and not one.left]
+        searches = _searched(program, live, product)
         both = _both_ways(program, searches)
-        for one in searches[: 1 + both]:
-            is_loss = one.names & _OF_LOSSES and (one.ends or "reduce_sum" in one.names)
-            is_hinge = one.names & _OF_HINGES and one.ends and not one.left
-            if not is_loss and not is_hinge:
-                continue
+        for one in [one for one in searches[: 1 + both] if one.is_known]:
             try:
                 if not one.ends or one.left and not both:
                     raise Left(one.why or "its logits are read as a whole")
@@ -301,6 +296,18 @@ def found(
                 served |= {*one.sources}
             except Left as why:
                 yield product.outs[0], str(why)
+
+
+def _searched(program: Program, live: set[int], product: Equation) -> list[Search]:
+    """Returns the search along a product's rows that serves, else those along either operand's."""
+    searches: list[Search] = []
+    kind = Queries if any(product.params["dimension_numbers"][1]) else Search
+    for right in (True, False):
+        with contextlib.suppress(_NoLogits, Left):
+            searches.append(one := kind(program, live, product, right))
+            if one.serves:
+                return [one]
+    return searches if kind is Search else []  # else the attention's own row says why
 
 
 def _is_large(program: Program, scores: int) -> bool:
