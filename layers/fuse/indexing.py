@@ -97,7 +97,7 @@ def grid(program: Program, equation: Equation) -> Grid | None:
       Left: where they are constants, and no grid of different positions within bounds.
     """
     n = equation.params["dimension_numbers"]
-    shape, indices = (program.avals[v].shape for v in equation.ins[:2])
+    shape = program.avals[equation.ins[0]].shape
     if equation.name == "gather":
         elements = program.avals[equation.outs[0]].shape
         windows, single, starts = n.offset_dims, n.collapsed_slice_dims, n.start_index_map
@@ -116,62 +116,34 @@ def grid(program: Program, equation: Equation) -> Grid | None:
     outer = [i for i in range(len(elements)) if i not in windows]
     inner = [d for d in range(len(shape)) if d not in single and d not in n.operand_batching_dims]
     window = dict(zip(inner, map(int, windows), strict=True))
-    places = []
+    places, order = [], []
     for d, length in enumerate(shape):
-        size, along = elements[window[d]] if d in window else 1, Affine((), 0)
+        # Positions are first + Σ step · (position along a dimension of the elements).
+        first, steps = 0, {window[d]: 1} if d in window else {}
         if d in n.operand_batching_dims:
-            i = int(batched[n.operand_batching_dims.index(d)])
-            along = Affine((*[0] * i, 1), 0)
+            steps[outer[batched[n.operand_batching_dims.index(d)]]] = 1
         elif d in starts:
-            along = found[starts.index(d)]
-        places.append(_place(length, along, indices, size, window.get(d), outer))
+            index = found[starts.index(d)]
+            first, steps = index.constant, steps | dict(zip(outer, index.coefficients))
+        along = [(i, step) for i, step in steps.items() if step and elements[i] != 1]
+        if len(along) > 1:
+            raise Left("its indices are not one for each position along a dimension")
+        (source, step), *_ = *along, (None, 1)
+        count = 1 if source is None else elements[source]
+        if step < 0:
+            raise Left("its indices count backwards")
+        # In between, an affine function is within bounds, too.
+        if first < 0 or first + step * (count - 1) >= length:
+            raise Left("its indices are not within bounds")
+        places.append((first, step, count))
+        order += [] if source is None else [source]
     # Different elements have different positions if each of their dimensions moves along one of
     # the array's, and no other does.
-    order = [source for _, _, count, source in places if source is not None and count != 1]
     others = [i for i in range(len(elements)) if i not in order]
     if len({*order}) < len(order) or any(elements[i] != 1 for i in others):
         raise Left("its indices repeat positions, or take a diagonal")
-    first, step, count, _ = zip(*places)
+    first, step, count = zip(*places)
     return Grid(tuple(shape), first, step, count, (*order, *others))
-
-
-_Place = tuple[int, int, int, int | None]
-
-
-def _place(
-    length: int,
-    index: Affine,
-    indices: Sequence[int],
-    size: int,
-    window: int | None,
-    outer: Sequence[int],
-) -> _Place:
-    """Returns the positions along one of an array's dimensions: first, step and count; and whose.
-
-    They are `first` + `step` · (position along one of the elements' dimensions): that of an index's
-    column, or of a window of `size` in a row.
-
-    Args:
-      length: the array's.
-      index: where the window begins, by the indices' dimensions, of sizes `indices`.
-      window, outer: the elements' dimensions that are this window's, and the indices'.
-
-    Raises:
-      Left: where they are not different positions within bounds, one for each element.
-    """
-    along = {i: c for i, c in enumerate(index.coefficients) if c and indices[i] != 1}
-    if len(along) > 1 or along and size != 1:
-        raise Left("its indices are not one for each position along a dimension")
-    first, step, count, source = index.constant, 1, size, window
-    if along:
-        ((i, step),) = along.items()
-        count, source = indices[i], outer[i]
-    if step < 0:
-        raise Left("its indices count backwards")
-    # In between, an affine function is within bounds, too.
-    if first < 0 or first + step * (count - 1) >= length:
-        raise Left("its indices are not within bounds")
-    return first, step, count, source
 
 
 # ---------------------------------------------------------------- writes that cover an array
