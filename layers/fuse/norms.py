@@ -108,13 +108,13 @@ def sum_of(p: Polynomial, n: int) -> Polynomial | None:
 def is_known(p: Polynomial, n: int) -> bool:
     """Tells if a polynomial may be a part of a norm over n elements, and no array of its own.
 
-    It has one root and one x at most, or is a statistic, squares, or x without its mean.
+    It has one root, of squares, and one x at most, or is squares, sums, or x without its mean.
     """
     of_x = [powers(m, "x") for m, _ in p.terms]
     if "power" in p.names:
         roots = {a for m, _ in p.terms for a, _ in m if a[0] == "power"}
-        inner = [name == "sum" for _, t in roots for m, _ in t for (name, _), _ in m]
-        return len(roots) == 1 and sum(of_x) <= 1 and all(inner)
+        inner = {a for _, t in roots for m, _ in t for a, _ in m}
+        return len(roots) == 1 and sum(of_x) <= 1 and inner - {("sum", 1)} == {("sum", 2)}
     return max(of_x, default=0) in (0, 2) or p.stands_for(X.plus(SUM, -1 / n))
 
 
