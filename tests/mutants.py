@@ -730,6 +730,12 @@ MUTANTS = [
         "lambda ct, x, axes: [ct]",
         "tests/fuse/test_rows.py::test_devices_share_words[kl-Auto-(2,)]",
     ),
+    Mutant(  # pairs of words
+        "layers/fuse/rows.py",
+        "    rest += [l for i, l in enumerate(out) if words_of([l]) and l in out[:i]]",
+        "    rest += []",
+        "tests/fuse/test_rows.py::test_devices_have_no_part_of_pairs_of_words",
+    ),
     Mutant(  # a device's first word
         "layers/fuse/region.py",
         "lax.axis_index(axes[l]) * n if axes.get(l) else 0",

@@ -150,8 +150,7 @@ class Plan:
     def slot(self, v: int, rows: Rows) -> int | None:
         """Returns where a value's part is kept; None for one that is not planned yet."""
         rows = latest(rows)
-        found = [slot for known, slot in self.slots.get(v, ()) if latest(known) == rows]
-        return found[0] if found else None
+        return next((slot for known, slot in self.slots.get(v, ()) if latest(known) == rows), None)
 
     def _new(self, v: int, rows: Rows) -> int:
         self._count += 1

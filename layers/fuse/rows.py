@@ -295,6 +295,8 @@ def inferred(e: Equation, known: Sequence[Rows | None]) -> Step:
             met([(0, i), (1, j)])
     used = {place for places in links for place in places}
     rest = [l for k, rows in enumerate(ins) for i, l in enumerate(rows) if (k, i) not in used]
+    # Of pairs of words devices would have those alone of which both are their own.
+    rest += [l for i, l in enumerate(out) if words_of([l]) and l in out[:i]]
     words = words_of(rest)
     summed = frozenset(expand(sum(rest, ()))) - words
     if summed and e.name not in SUMS:

@@ -430,6 +430,21 @@ def test_devices_share_words(loss, kind, shape, eight_devices):
     assert sum(c.bytes for c in ours) <= sum(c.bytes for c in own)
 
 
+def of_pairs(x, w, other, v, y):
+    p, q = jax.nn.softmax(x @ w), jax.nn.softmax(other @ v)
+    return jnp.mean(jnp.max(jnp.abs(p[:, :, None] - q[:, None, :]), (1, 2)))
+
+
+def test_devices_have_no_part_of_pairs_of_words(eight_devices):
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=eight_devices[:2])
+    args, specs = arguments(8), (P(), P(None, "model"), P(), P(None, "model"), P())
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
+        run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+        for a, b in zip(*map(jax.tree.leaves, (run(served(of_pairs, *args)), run(of_pairs)))):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
 # ---------------------------------------------------------------- layouts, values, dtypes, memory
 
 
