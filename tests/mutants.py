@@ -504,8 +504,8 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/norms.py",
-        'return None if a is None or a.has("x") else a\n\n\nLAYOUT',
-        "return None\n\n\nLAYOUT",
+        '"name": lambda g, made, a: None if a is None or a.has("x") else a',
+        '"name": lambda g, made, a: None',
         "tests/fuse/test_rows_and_lines.py::test_norms_with_named_statistics_and_late_factors",
     ),
     Mutant(  # the line of the first norm of this shape
@@ -819,6 +819,12 @@ MUTANTS = [
         "if base.inner is not None and (base.biases or base.masks):",
         "if base.inner is not None and base.masks:",
         "tests/fuse/test_lookalikes.py::test_lookalike[loss: a soft cap and then a bias]",
+    ),
+    Mutant(  # writes that take turns leave the last element
+        "layers/fuse/indexing.py",
+        "n * count == own.shape[axis] and ",
+        "",
+        "tests/fuse/test_indexing.py::test_it_stays[all but the last]",
     ),
     Mutant(
         "layers/fuse/indexing.py",

@@ -14,7 +14,7 @@ from jax import lax
 
 from .forms import Form, Scores
 from .indices import affine, band_of, complement, region, two_valued
-from .labels import Dims, Labels, arrange, atoms, expand, size
+from .labels import Dims, Label, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Equation, Program, is_precise
 from .scores import Operands, ScoreForms, conjuncts
 from .sites import Left, Read, Site, called, said
@@ -104,30 +104,10 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
     if is_precise(mixed.product, wide=True):
         raise Left("its second product asks for a higher precision")
     found = Operands(forms, base, frozenset(mixed.axis), scale=True)
-    keys, width = found.axis, found.contract
     v, v_dims, factor, v_dtype = forms.peel(mixed.product.ins[mixed.side], mixed.dims, True)
-    qa, ka, va = atoms(found.x[1]), atoms(found.w[1]), atoms(v_dims)
-    scores = {*atoms(found.sides[0]), *atoms(found.sides[1])}
-    values = tuple(a for a in atoms(mixed.dims) if a not in scores)
-    own = {*keys, *width, *values}
-    of_each = (qa, width, (*keys, *values)), (ka, (*keys, *width), values), (va, keys, width)
-    if any(l.free for l in own) or any(
-        not {*wanted} <= {*have} or {*others} & {*have} for have, wanted, others in of_each
-    ):
-        raise Left("its dimensions are not those of queries, keys and values")
-    stored = [a for a in dict.fromkeys((*qa, *ka, *va)) if a in (*ka, *va) and a not in own]
-    alone = [a for a in qa if a not in stored and a not in width]
-    every = {*stored, *alone, *values}
-    if set(atoms(form.dims)) != every:
-        raise Left("the result is not of all rows and heads")
-    groups = _groups(base, found, alone, stored, qa)
-    batch, queries, heads = groups
-    if not queries or size(queries) < 2 or size(keys) < 1:
-        raise Left("one query")
-    shared = [a for a in heads if a in stored]
+    groups, shared, values = _labels_of(form, found, v_dims)
+    (batch, queries, heads), keys, width = groups, found.axis, found.contract
     dtype = _dtype([found.x[3], found.w[3], v_dtype], _narrowest(forms, value, mixed.product))
-    if size(width) != size(values):
-        raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
     scale = found.factor * found.x[2] * found.w[2]
     if scale <= 0:
         raise Left("scores are multiplied by a number that is not positive")
@@ -183,6 +163,33 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Site:
     )
 
 
+def _labels_of(form: Form, found: Operands, v_dims: Dims) -> tuple[Any, list[Label], Labels]:
+    """Returns an attention's batch, queries and heads; the heads that keys have; values' width."""
+    assert form.mixed is not None
+    keys, width = found.axis, found.contract
+    qa, ka, va = atoms(found.x[1]), atoms(found.w[1]), atoms(v_dims)
+    scores = {*atoms(found.sides[0]), *atoms(found.sides[1])}
+    values = tuple(a for a in atoms(form.mixed.dims) if a not in scores)
+    own = {*keys, *width, *values}
+    of_each = (qa, width, (*keys, *values)), (ka, (*keys, *width), values), (va, keys, width)
+    if any(l.free for l in own) or any(
+        not {*wanted} <= {*have} or {*others} & {*have} for have, wanted, others in of_each
+    ):
+        raise Left("its dimensions are not those of queries, keys and values")
+    stored = [a for a in dict.fromkeys((*qa, *ka, *va)) if a in (*ka, *va) and a not in own]
+    alone = [a for a in qa if a not in stored and a not in width]
+    if {*atoms(form.dims)} != {*stored, *alone, *values}:
+        raise Left("the result is not of all rows and heads")
+    queries = _queries_of(form.base, found, alone)
+    if not queries or size(queries) < 2 or size(keys) < 1:
+        raise Left("one query")
+    batch, heads = _batch_and_heads(form.base, found, stored, qa[qa.index(queries[0]) :])
+    groups = batch, queries, [*heads, *[a for a in alone if a not in queries]]
+    if size(width) != size(values):
+        raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
+    return groups, heads, values
+
+
 @functools.lru_cache(maxsize=256)
 def _kernel(qk: Any, given: Any, options: Any) -> str:
     """Returns the words of what computes an attention; raises Left where it would be slower."""
@@ -197,31 +204,30 @@ def _kernel(qk: Any, given: Any, options: Any) -> str:
     return kernel
 
 
-def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):
-    """Sorts labels into batch, queries and heads; heads that share keys are the inner ones.
-
-    Heads that only queries have are a group's. Which of the labels that all operands have are
-    batch and which heads does not change what is computed.
-    """
-    seen = [{*atoms(dims)} for _, dims, *_ in base.biases] + [{*atoms(m.dims)} for m in base.masks]
-    masked = [{*atoms(m.dims)} for m in base.masks]
-    queries = [a for a in alone if any(a in m for m in masked)]
-    queries = queries or [a for a in alone if any(a in s for s in seen)]
+def _queries_of(base: Scores, found: Operands, alone: list[Label]) -> list[Label]:
+    """Returns the labels of queries among those that only queries have: the others are heads."""
+    masked = {a for m in base.masks for a in atoms(m.dims)}
+    biased = {a for _, dims, _ in base.biases for a in atoms(dims)}
+    queries = [a for a in alone if a in masked] or [a for a in alone if a in biased]
     if not queries or len(queries) == len(alone) > 1:
         by_size = lambda a: (a.size == size(found.axis), a.size)
         queries = sorted(queries or alone, key=by_size)[-1:]
-    group = [a for a in alone if a not in queries]
-    after = qa[qa.index(queries[0]) :] if queries else qa
+    return queries
+
+
+def _batch_and_heads(base: Scores, found: Operands, stored: list[Label], after: Labels) -> Any:
+    """Sorts the labels that keys have. Which are which does not change what is computed."""
     # A product with a parameter makes heads and their features as one dimension.
     together = [a for d in (*found.x[1], *found.w[1]) if {*d} & {*found.contract} for a in d]
     heads = [a for a in stored if a in together]
     heads = heads or [a for a in stored if a in after] or stored[1:][-1:]
     batch = [a for a in stored if a not in heads]
-    in_some = lambda a: any(a in s for s in seen)
-    if len(batch) > 1 and any(map(in_some, batch)):  # masks differ along some: others are heads
-        heads = heads + [a for a in batch if not in_some(a)]
-        batch = [a for a in batch if in_some(a)]
-    return batch, queries, [*heads, *group]
+    every = [m.dims for m in base.masks] + [dims for _, dims, _ in base.biases]
+    differ = {a for dims in every for a in atoms(dims)}
+    if differ & {*batch}:  # masks differ along some: others are heads
+        heads = heads + [a for a in batch if a not in differ]
+        batch = [a for a in batch if a in differ]
+    return batch, heads
 
 
 def _narrowest(forms: ScoreForms, value: int, product: Equation) -> Any:
@@ -267,7 +273,19 @@ def _sort_masks(forms: ScoreForms, form: Form, seen: Seen) -> bool:
             fixed.append(plane)
         elif not _sort_integers(forms, part, seen):
             seen.masks.append(part)
-    t, s = size(queries), size(keys)
+    low, high, sees = _sort_constants(low, high, fixed, seen)
+    places = zip(seen.segments, (tuple(queries), keys))
+    ids = {(v, tuple([0 if expand(d) == of else d for d in dims])) for (v, dims), of in places}
+    is_square = size(queries) == size(keys)
+    # Each query sees the key at its place.
+    itself = len(ids) == 1 and is_square and low <= 0 <= high
+    hides_more = seen.fixed is not None or seen.masks or any(seen.lengths)
+    return sees and (itself and not hides_more or not seen.at_run_time)
+
+
+def _sort_constants(low: float, high: float, fixed: list[Any], seen: Seen) -> Any:
+    """Takes constant masks over; returns low <= query - key <= high, and if all queries see."""
+    t, s = size(seen.groups[1]), size(seen.groups[3])
     is_option = lambda low, high: low == 0 <= high and t <= s or low <= -(s - 1) and high >= t - 1
     sees = True
     if fixed or not is_option(low, high):
@@ -280,15 +298,7 @@ def _sort_masks(forms: ScoreForms, form: Form, seen: Seen) -> bool:
         seen.fixed = None if is_option(low, high) else keep
     causal, width = low == 0 and t <= s, int(min(high, t - 1)) + 1
     seen.options |= {"causal": causal, "window": width if causal and width < t else None}
-    places = zip(seen.segments, (tuple(queries), keys))
-    ids = {(v, tuple([0 if expand(d) == of else d for d in dims])) for (v, dims), of in places}
-    itself = len(ids) == 1 and t == s and low <= 0 <= high  # each query sees the key at its place
-    return sees and (itself and not _hides_more(seen) or not seen.at_run_time)
-
-
-def _hides_more(seen: Seen) -> bool:
-    """Tells if more than segments, causal and a window hides keys."""
-    return seen.fixed is not None or bool(seen.masks) or any(seen.lengths)
+    return low, high, sees
 
 
 def _sort_rows(

@@ -125,18 +125,9 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         elif d in starts:
             index = found[starts.index(d)]
             first, steps = index.constant, steps | dict(zip(outer, index.coefficients))
-        along = [(i, step) for i, step in steps.items() if step and elements[i] != 1]
-        if len(along) > 1:
-            raise Left("its indices are not one for each position along a dimension")
-        (source, step), *_ = *along, (None, 1)
-        count = 1 if source is None else elements[source]
-        if step < 0:
-            raise Left("its indices count backwards")
-        # In between, an affine function is within bounds, too.
-        if first < 0 or first + step * (count - 1) >= length:
-            raise Left("its indices are not within bounds")
-        places.append((first, step, count))
-        order += [] if source is None else [source]
+        moves = {i: (step, elements[i]) for i, step in steps.items() if step and elements[i] != 1}
+        places.append((first, *_line(length, first, [*moves.values()])))
+        order += moves
     # Different elements have different positions if each of their dimensions moves along one of
     # the array's, and no other does.
     others = [i for i in range(len(elements)) if i not in order]
@@ -144,6 +135,26 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         raise Left("its indices repeat positions, or take a diagonal")
     first, step, count = zip(*places)
     return Grid(tuple(shape), first, step, count, (*order, *others))
+
+
+def _line(length: int, first: int, moves: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns step and count of positions along a dimension of an array of that length.
+
+    Args:
+      moves: the step and the size of each dimension of the elements that moves along it.
+
+    Raises:
+      Left: where they are not different positions within bounds, in their order.
+    """
+    if len(moves) > 1:
+        raise Left("its indices are not one for each position along a dimension")
+    (step, count), *_ = *moves, (1, 1)
+    if step < 0:
+        raise Left("its indices count backwards")
+    # In between, an affine function is within bounds, too.
+    if first < 0 or first + step * (count - 1) >= length:
+        raise Left("its indices are not within bounds")
+    return step, count
 
 
 # ---------------------------------------------------------------- writes that cover an array
@@ -174,27 +185,22 @@ def covering(program: Program, last: Equation) -> list[Write]:
         if made.name != "scatter" or own is None:
             return []
         writes.append(Write(own, made.ins[2], casts))
-        partial = writes[0].grid.partial
-        if not partial:
-            return writes
-        if len(partial) != 1 or own.partial != partial:
+        n, partial = len(writes), writes[0].grid.partial
+        axis = (*partial, 0)[0]  # do they take turns along it?
+        turns = sorted((w.grid.first[axis], w.grid.step[axis], w.grid.count[axis]) for w in writes)
+        if len(partial) > 1 or own.partial != partial:
             return []
-        (axis,), one = partial, writes[0].grid
-        if len(writes) * one.count[axis] == one.shape[axis]:  # do they take turns along it?
-            writes.sort(key=lambda write: write.grid.first)
-            turns = [(w.grid.first[axis], w.grid.step[axis], w.grid.count[axis]) for w in writes]
-            n = len(writes)
-            return writes if turns == [(i, n, one.count[axis]) for i in range(n)] else []
+        count = own.count[axis]
+        if n * count == own.shape[axis] and turns == [(i, n, count) for i in range(n)]:
+            return sorted(writes, key=lambda write: write.grid.first)
     return []
 
 
 def joined(writes: Sequence[Write], *updates: Array) -> Array:
     """Returns the array that writes cover."""
     parts = [write.placed(update) for write, update in zip(writes, updates, strict=True)]
-    if not writes[0].grid.partial:
-        return parts[0]
-    (axis,) = writes[0].grid.partial
-    return lax.reshape(jnp.stack(parts, axis + 1), writes[0].grid.shape)
+    (axis, *_), shape = (*writes[0].grid.partial, 0), writes[0].grid.shape
+    return lax.reshape(jnp.stack(parts, axis + 1), shape) if parts[1:] else parts[0]
 
 
 # ---------------------------------------------------------------- sites

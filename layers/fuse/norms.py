@@ -231,9 +231,8 @@ def _elementwise(g: Norms, made: Equation, *forms: Form | None) -> Form | None:
         if common is None:
             continue
         p = computed(made.name, made.params.get("y"), *[f.p for f in every if f])
-        if p is not None and (
-            p == common.p or is_known(p, size(common.axis) if common.axis else 1)
-        ):
+        n = size(common.axis) if common.axis else 1
+        if p is not None and (p == common.p or is_known(p, n)):
             return replace(common, p=p)
     return None
 
@@ -246,10 +245,6 @@ def _maximum(g: Norms, made: Equation, *forms: Form | None) -> Form | None:
             factor = number(c * n, slack / c) if c > 0 else ZERO
             return one if one.p.stands_for(moment(n, True).times(factor) or ZERO) else None
     return None
-
-
-def _sum(g: Norms, made: Equation, a: Form | None) -> Form | None:
-    return None if a is None else _summed(a, made.params["axes"], made.outs[0])
 
 
 def _summed(a: Form, axes: Sequence[Any], value: int) -> Form | None:
@@ -311,18 +306,14 @@ def _convert(g: Norms, made: Equation, a: Form | None) -> Form | None:
     return None if a.has("x") else a  # rounded, it is another array
 
 
-def _named(g: Norms, made: Equation, a: Form | None) -> Form | None:
-    """A statistic that remat may keep; other values that it may keep are arrays of their own."""
-    return None if a is None or a.has("x") else a
-
-
 LAYOUT = (*MOVED, "copy", "pcast", "pvary")
 RULES: dict[str, Any] = {
-    "name": _named,
+    # A statistic that remat may keep; other values that it may keep are arrays of their own.
+    "name": lambda g, made, a: None if a is None or a.has("x") else a,
     "max": _maximum,
     "dot_general": _dot,
     "convert_element_type": _convert,
-    "reduce_sum": _sum,
+    "reduce_sum": lambda g, made, a: a and _summed(a, made.params["axes"], made.outs[0]),
 }
 RULES |= dict.fromkeys(LAYOUT, _layout)
 RULES |= dict.fromkeys(
@@ -450,7 +441,11 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Site:
     g, form = norms.program, norms.of[value]
     norm, x_aval, aval = norm_of(form), g.avals[form.x], g.avals[value]
     n = size(form.axis)
-    _check_layout(form, atoms(norms.of[form.x].dims))
+    have, labels = atoms(form.dims), atoms(norms.of[form.x].dims)
+    if {*have} != {*labels} or len(have) != len(labels):
+        raise Left("its result is not laid out as x")
+    if not form.along <= {*labels}:
+        raise Left("its axis is no axis of x")
     if x_aval.dtype == jnp.float64 != aval.dtype:
         raise Left("float64 is rounded")
     vectors = [v for v in (norm.scale, norm.bias) if v is not None]
@@ -472,15 +467,6 @@ def site_of(norms: Norms, value: int, taken: set[int]) -> Site:
         served=f"{name}{RESIDUAL if added[1:] else ''}{owner}",
         compute=functools.partial(_computed, norms, value, norm, added, rows, examples),
     )
-
-
-def _check_layout(form: Form, labels: Labels) -> None:
-    """Raises Left unless a norm has each label of x once, those that it is over among them."""
-    have = atoms(form.dims)
-    if {*have} != {*labels} or len(have) != len(labels):
-        raise Left("its result is not laid out as x")
-    if not form.along <= {*labels}:
-        raise Left("its axis is no axis of x")
 
 
 def _rows_of(form: Form, vectors: Sequence[Vector]) -> tuple[list[Labels], int]:

@@ -95,6 +95,11 @@ LEFT = {  # the same, with the reasons
         [(2, 5), (2, 3), (2, 2)],
         [PART] * 2,
     ),
+    "all but the last": (
+        lambda x, a, b: x.at[:, :4:2].set(a).at[:, 1:4:2].set(b),
+        [(2, 5), (2, 2), (2, 2)],
+        [PART] * 2,
+    ),
     "two that write the same": (
         lambda x, a, b: x.at[..., ::2].set(a).at[..., ::2].set(b),
         [SHAPE, HALF, HALF],
