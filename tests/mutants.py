@@ -1425,6 +1425,12 @@ MUTANTS = [
         'len(files) == 1 and files[0].suffix == ".json"',
         "tests/train/test_data.py::test_documents_are_lines_of_json_rows_and_files",
     ),
+    Mutant(  # a full disk names no file
+        "train/files.py",
+        "error.filename = os.fspath(path)",
+        "pass",
+        "tests/train/test_files.py::test_a_full_disk_leaves_the_file_as_it_was",
+    ),
     Mutant(
         "train/loop.py",
         "seconds = now - max(started, self._finished)",

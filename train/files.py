@@ -24,6 +24,8 @@ def write(path: Path, content: str | bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())  # some file systems tell only here that they are full
             os.replace(beside, path)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError):  # that of a full disk names no file
+                error.filename = os.fspath(path)
             beside.unlink(missing_ok=True)
             raise

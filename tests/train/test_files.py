@@ -19,8 +19,9 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, limit):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match="File too large") as raised:
             write(file, "x" * 10_000)
+        assert raised.value.filename == str(file)
         write(file, "old")  # takes no space
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
