@@ -149,6 +149,9 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
                 return after
             if len(graphs) > 1:
                 return nnx.merge(graphs[0], after)
+            for _, node in nnx.iter_graph((args, kwargs)):  # an error within merge breaks modules
+                if isinstance(node, nnx.Variable):
+                    node.set_raw_value(node.get_raw_value())
             with nnx.merge_context(_FUSING, inner=False) as context:
                 return context.merge(graphs[0], after)[2]
 
@@ -163,5 +166,4 @@ def _held(modules: Any) -> tuple[Any, list[Any]]:
 
 def _nodes(tree: Any) -> set[int]:
     """Returns the ids of the modules and Variables in a tree."""
-    nodes = (node for _, node in nnx.iter_graph(tree))
-    return {id(node) for node in nodes if isinstance(node, nnx.Pytree | nnx.Variable)}
+    return {id(x) for _, x in nnx.iter_graph(tree) if isinstance(x, nnx.Pytree | nnx.Variable)}

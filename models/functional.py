@@ -61,8 +61,7 @@ class Functional:
 
         With `segment_ids`, integers of the same shape, tokens attend only to those of equal ids.
         """
-        run = self._fused(lambda model, *inputs: model(*inputs))
-        return run(params, tokens, segment_ids)
+        return self._fused(lambda model, *inputs: model(*inputs))(params, tokens, segment_ids)
 
     def loss(
         self,

@@ -94,8 +94,7 @@ def _compiled(model: Functional, num_tokens: int, top_k: int | None) -> Callable
             logits, cache = model.decode(params, token[:, None], cache)
             return (logits[:, 0], cache), token
 
-        keys = jax.random.split(key, num_tokens)
-        return jax.lax.scan(add, (last, cache), keys)[1].T
+        return jax.lax.scan(add, (last, cache), jax.random.split(key, num_tokens))[1].T
 
     return jax.jit(run)
 

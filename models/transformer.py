@@ -321,8 +321,7 @@ def _unembed_backward(residuals: tuple[Array, Array, Array], dlogits: Array) -> 
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
-    wide = compute_dtype(a.dtype)
-    return jnp.einsum(equation, a, b, preferred_element_type=wide)
+    return jnp.einsum(equation, a, b, preferred_element_type=compute_dtype(a.dtype))
 
 
 unembed.defvjp(_unembed_forward, _unembed_backward)

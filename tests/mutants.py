@@ -1431,6 +1431,12 @@ MUTANTS = [
         "pass",
         "tests/train/test_files.py::test_a_full_disk_leaves_the_file_as_it_was",
     ),
+    Mutant(  # modules are taken apart before it is known if they may change
+        "layers/fuse_nnx.py",
+        "node.set_raw_value(node.get_raw_value())",
+        "node.get_raw_value()",
+        "tests/fuse/test_attacked.py::test_modules_of_another_trace_stay_whole",
+    ),
     Mutant(
         "train/loop.py",
         "seconds = now - max(started, self._finished)",

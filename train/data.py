@@ -39,5 +39,4 @@ def batches(
     windows = Windows(tokens, seq_len)
     passes = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
     wanted = passes.slice(slice(first * batch_size, steps * batch_size)).batch(batch_size)
-    read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    return iter(wanted.to_iter_dataset(read))
+    return iter(wanted.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -271,6 +272,18 @@ def test_variables_that_are_refs():
         model = nnx.BatchNorm(T, rngs=nnx.Rngs(0))
     ours_nnx.fuse(lambda model, x: model(x), report=str)(model, Q)
     same(model.mean[...], 0.01 * Q.mean(0))
+
+
+def test_modules_of_another_trace_stay_whole():
+    """Their state cannot change there: the error is nnx's own, before any of it is taken apart."""
+    model = nnx.Sequential(nnx.Linear(T, T, rngs=nnx.Rngs(0)), nnx.BatchNorm(T, rngs=nnx.Rngs(0)))
+    loss = lambda model, x: model(x).sum()
+    expected = model.layers[1].mean[...]
+    for function in (loss, ours_nnx.fuse(loss, report=str)):
+        with pytest.raises(flax.errors.TraceContextError, match="from a different trace level"):
+            jax.jit(lambda x, function=function: function(model, x))(Q)
+    same(model.layers[1].mean[...], expected)
+    assert model(Q).shape == Q.shape
 
 
 def test_a_name_that_a_function_rebinds():
