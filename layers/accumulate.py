@@ -45,8 +45,8 @@ def accumulate_gradients(
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
         its batch, if the result is to be the mean of all. With `state`, `(params, batch, state) ->
         (loss, state)` or `-> (loss, aux, state)`.
-      params: a pytree whose floating arrays are differentiated: plain arrays, Linen's "params", an
-        Equinox module, or an nnx model's `nnx.state(model, nnx.Param)`.
+      params: a pytree whose floating and complex arrays are differentiated: plain arrays, Linen's
+        "params", an Equinox module, or an nnx model's `nnx.state(model, nnx.Param)`.
       batches: a pytree of arrays with a leading axis of microbatches.
       state: a pytree of arrays that each microbatch takes and returns, of the same shapes and
         dtypes: Linen's other collections ("batch_stats"), Equinox's `State`, an nnx model's other
@@ -62,7 +62,7 @@ def accumulate_gradients(
     Returns:
       `(loss, gradients)`; instead of the loss `(loss, aux)`, `(loss, state)` or `(loss, aux,
       state)`, as `loss_fn` returns them. Gradients have the structure of `params`, None for leaves
-      that are not floating arrays: also for Python numbers, which are settings of Equinox's modules
+      that are no such arrays: also for Python numbers, which are settings of Equinox's modules
       (`jnp.asarray` makes one a parameter). aux is stacked along a leading axis of microbatches,
       and a second one of replicas where there are several; state is that after the last microbatch.
 
@@ -94,8 +94,8 @@ def accumulate_gradients(
     held = [] if state is None else [jax.tree.map(jnp.asarray, state)]
     parts = 1 if replicas is None else _replicas(replicas, batches)
     leaves, structure = jax.tree.flatten(params)
-    is_floating = lambda a: hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
-    chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+    is_inexact = lambda a: hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.inexact)
+    chosen = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
     def whole_loss(floating: Sequence[Array], given: Any) -> tuple[Array, Any]:
         differentiated = dict(zip(chosen, floating))
@@ -123,8 +123,6 @@ def accumulate_gradients(
     def batch_at(i: Any) -> Any:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), batches)
 
-    first = (batch_at(0), *held)
-
     def placed(sums: Sequence[Array]) -> list[Array]:
         return [_placed(s, listed[i], *lead) for s, i in zip(sums, chosen)]
 
@@ -135,7 +133,7 @@ def accumulate_gradients(
 
     # The first gradients are the first sums: zeros to begin with would be written and read, and XLA
     # would fill one array and copy it to all of its shape.
-    loss, (aux, held), sums = gradient(first)
+    loss, (aux, held), sums = gradient((batch_at(0), *held))
     sums, outputs = placed(sums), jax.tree.map(lambda a: a[None], (loss, aux))
     if count > 1:
         (sums, held), more = lax.scan(add, (sums, held), jnp.arange(1, count))

@@ -459,6 +459,18 @@ MUTANTS = [
         "tests/layers/test_dense_in_contexts.py::test_gradients_of_nested_batches_in_bfloat16",
     ),
     Mutant(
+        "layers/dense/matmul.py",
+        "ad.primitive_transposes[kernel_p] = lambda cts, *_: list(cts)",
+        "",
+        "tests/layers/test_dense_in_contexts.py::test_a_derivative_rule_may_call_it_on_tangents",
+    ),
+    Mutant(
+        "layers/accumulate.py",
+        "jnp.issubdtype(a.dtype, jnp.inexact)",
+        "jnp.issubdtype(a.dtype, jnp.floating)",
+        "tests/layers/test_accumulate.py::test_complex_parameters",
+    ),
+    Mutant(
         "layers/accumulate.py",
         "if any(isinstance(x, Tracer) for x in held_by_rules(program).values()):",
         "if False:",

@@ -316,6 +316,7 @@ kernel_p.def_impl(lambda *operands: list(operands))
 kernel_p.def_abstract_eval(lambda *avals: list(avals))
 mlir.register_lowering(kernel_p, lambda ctx, *values: list(values))
 ad.primitive_jvps[kernel_p] = lambda primals, tangents: (kernel_p.bind(*primals), list(tangents))
+ad.primitive_transposes[kernel_p] = lambda cts, *_: list(cts)
 
 
 def _batch_kernel(args: Any, dims: Any) -> tuple[list[Array], list[int]]:

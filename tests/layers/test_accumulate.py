@@ -313,6 +313,17 @@ def test_small_gradients_in_float16_keep_their_bits():
         np.testing.assert_allclose(gradient, 2 * 2.0**-24, rtol=1e-6)
 
 
+def test_complex_parameters():
+    """Their gradients are those of `jax.grad`, as of the poles of a state space model."""
+    poles, xs = jnp.asarray([0.5 + 2j, 1 - 1j], jnp.complex64), jnp.arange(6.0).reshape(3, 2)
+    loss = lambda p, x: jnp.sum(jnp.abs(p["poles"] * x + 1j) ** 2)
+    value, gradient = accumulate_gradients(loss, {"poles": poles, "step": 3}, xs)
+    mean = lambda p: jnp.mean(jax.vmap(loss, (None, 0))({"poles": p}, xs))
+    assert gradient["step"] is None
+    np.testing.assert_allclose(value, mean(poles), rtol=1e-6)
+    np.testing.assert_allclose(gradient["poles"], jax.grad(mean)(poles), rtol=1e-6)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_auxiliary_outputs_may_be_constants(count):
     half = jnp.bfloat16(0.5)

@@ -255,6 +255,26 @@ def test_forward_and_reverse_mode_agree(name, rng):
     assert abs(np.vdot(moved, dy) - reverse) < (0.02 if "fp8" in name else 1e-5) * size
 
 
+def test_a_derivative_rule_may_call_it_on_tangents():
+    """Then JAX transposes the product itself, and not the tangent that it has."""
+    x, kernel = (jnp.asarray(np.eye(3, 4), jnp.bfloat16), jnp.ones((4, 2), jnp.bfloat16))
+
+    @jax.custom_jvp
+    def scaled(kernel):
+        return dense(x, kernel)
+
+    @scaled.defjvp
+    def _(primals, tangents):
+        return scaled(*primals), 2 * dense(x, *tangents)
+
+    dy = jnp.asarray([[1, 2], [3, 4], [5, 6]], jnp.bfloat16)
+    (pulled,) = jax.vjp(scaled, kernel)[1](dy)
+    (transposed,) = jax.linear_transpose(functools.partial(dense, x), kernel)(dy)
+    want = [[1, 2], [3, 4], [5, 6], [0, 0]]
+    assert pulled.dtype == transposed.dtype == kernel.dtype
+    assert (transposed.tolist(), pulled.tolist()) == (want, [[2 * n for n in row] for row in want])
+
+
 def test_remat_policies_see_the_product():
     args, dy, _ = case("dense")
 
