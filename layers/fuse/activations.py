@@ -37,16 +37,18 @@ class Activations:
             return
         if made.name == "max" and made not in g.shadowing:
             return  # its derivative at 0 is not that of jax.nn.relu
-        numbers = [g.number(v) for v in made.ins]
-        operands = [
-            self.of.get(v, (v, _GIVEN)) if n is None else (None, number(n, g.slack(v)))
-            for v, n in zip(made.ins, numbers)
-        ]
-        arrays = {v for v, _ in operands if v is not None}
+        arrays, operands = set(), []
+        for v in made.ins:
+            if (n := g.number(v)) is None:
+                of, p = self.of.get(v, (v, _GIVEN))
+                arrays |= {of}
+            else:
+                p = number(n, g.slack(v))
+            operands += [p]
         if len(arrays) != 1:
             return
         (v,), aval = arrays, g.avals[out]
-        found = computed(made.name, made.params.get("y"), *[p for _, p in operands])
+        found = computed(made.name, made.params.get("y"), *operands)
         if found is None or aval.shape != g.avals[v].shape or not aval.shape:
             return
         if size(found.terms) <= _LARGEST and jnp.issubdtype(g.avals[v].dtype, jnp.floating):

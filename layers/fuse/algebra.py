@@ -122,9 +122,10 @@ def _monomial(powers: Mapping[Atom, float]) -> Monomial | None:
 
     √p squared is |p|, and its derivative at 0 is NaN.
     """
-    back = [name == "power" and p >= 0 and p == int(p) for (name, _), p in powers.items()]
-    is_large = sum(powers.values()) > _DEGREE
-    return None if any(back) or is_large else frozenset(powers.items())
+    for (name, _), p in powers.items():
+        if name == "power" and p >= 0 and p == int(p):
+            return None
+    return None if sum(powers.values()) > _DEGREE else frozenset(powers.items())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -129,7 +129,7 @@ class Norms:
         """Returns a value's Form; of one that no rule knows, that it is an array of its own."""
         if v not in self.of:
             aval = self.program.avals[v]
-            if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape or not aval.size:
+            if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape or 0 in aval.shape:
                 return None
             self.of[v] = Form(v, fresh(aval.shape))
         return self.of[v]
@@ -137,10 +137,7 @@ class Norms:
     def read(self, made: Equation) -> None:
         """Finds the Form of an equation's result."""
         found, (out,) = RULES[made.name](self, made, *map(self.form, made.ins)), made.outs
-        if found is None or shape_of(found.dims) != self.program.avals[out].shape:
-            return
-        free = [l for labels in found.dims for l in labels if l.free]
-        if not free or not found.has("x"):
+        if found is not None and shape_of(found.dims) == self.program.avals[out].shape:
             self.of[out] = found
 
     def made_of(self, v: int) -> tuple[int, ...]:
@@ -227,12 +224,10 @@ def _elementwise(g: Norms, made: Equation, *forms: Form | None) -> Form | None:
     for i, one in enumerate(forms):
         pairs = enumerate(zip(made.ins, forms))
         every = [one if j == i else one and g.as_of(one, v, own) for j, (v, own) in pairs]
-        common = functools.reduce(_joined, every)
-        if common is None:
-            continue
-        p = computed(made.name, made.params.get("y"), *[f.p for f in every if f])
-        n = size(common.axis) if common.axis else 1
-        if p is not None and (p == common.p or is_known(p, n)):
+        common = every[0] and every[-1] and functools.reduce(_joined, every)
+        p = common and computed(made.name, made.params.get("y"), *[f.p for f in every if f])
+        n = size(common.axis) if common and common.axis else 1
+        if common and p and (p == common.p or is_known(p, n)):
             return replace(common, p=p)
     return None
 
@@ -293,8 +288,10 @@ def _scaled_by_product(g: Norms, made: Equation, batch: Any, *forms: Form | None
 
 def _layout(g: Norms, made: Equation, a: Form | None, *_: Any) -> Form | None:
     given, out = g.program.avals[made.ins[0]], g.program.avals[made.outs[0]]
-    dims = moved(made, a.dims, given.shape, out.shape) if a is not None else None
-    return replace(a, dims=dims) if a is not None and dims is not None else None
+    if a is None or (dims := moved(made, a.dims, given.shape, out.shape)) is None:
+        return None
+    repeats = made.name == "broadcast_in_dim" and any([l.free for l in atoms(dims)])
+    return None if repeats and a.has("x") else replace(a, dims=dims)
 
 
 def _convert(g: Norms, made: Equation, a: Form | None) -> Form | None:
