@@ -20,13 +20,7 @@ except ModuleNotFoundError as error:
 from ..native.implementation import Implementation
 from . import modules
 from .core.activations import Activation
-from .core.arguments import (
-    Quantization,
-    dimensions_of,
-    options_of,
-    unserved,
-    unserved_of_flax,
-)
+from .core.arguments import Quantization, dimensions_of, options_of, unserved, unserved_of_flax
 from .dense.dense import apply as apply_dense
 from .dense.gated import mlp as gated_mlp
 from .norm import layer_norm, rms_norm

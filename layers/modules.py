@@ -10,14 +10,7 @@ from jax import Array
 
 from ..native.implementation import Implementation, Order, report
 from .core.activations import Activation, resolve
-from .core.arguments import (
-    Quantization,
-    check_quantization,
-    choose,
-    finite,
-    options_of,
-    requested,
-)
+from .core.arguments import Quantization, check_quantization, choose, finite, options_of, requested
 from .core.op import placed
 from .dense.epilogue import finish
 from .dense.gated import apply_product

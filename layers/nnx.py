@@ -18,13 +18,7 @@ from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
 from .core.activations import Activation
-from .core.arguments import (
-    Quantization,
-    dimensions_of,
-    options_of,
-    unserved,
-    unserved_of_flax,
-)
+from .core.arguments import Quantization, dimensions_of, options_of, unserved, unserved_of_flax
 from .dense.dense import apply as apply_dense
 from .fuse_nnx import compare as compare
 from .fuse_nnx import fuse as fuse

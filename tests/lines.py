@@ -22,12 +22,12 @@ MOST_BRANCHES, MOST_PARAMETERS = 20, 10
 # words of a loss in rows that devices share (340: no wide array is gathered that plain jnp has in
 # parts); what scores.py says of picks and averages goes where rows serve as fast.
 LIMITS = {
-    "lines of the package": 29_349,
+    "lines of the package": 29_336,
     "lines of C++ and CUDA": 6_130,
-    "lines of layers/fuse": 9_141,
+    "lines of layers/fuse": 9_146,
     "lines of benchmarks": 3_500,
     "files of results": 15,
-    "longest module": 686,
+    "longest module": 691,
     "functions of more than 20 branch points": 28,
     "functions of more than 40 branch points": 0,
     "functions of more than 10 parameters": 4,

@@ -670,6 +670,12 @@ MUTANTS = [
         "    if False:",
         "tests/fuse/test_losses.py::test_totals[weights]",
     ),
+    Mutant(  # the texts of functions within each other
+        "layers/fuse/program.py",
+        'if names != {"max"} and not names >= {"exp", "div"}:',
+        "if False:",
+        "tests/fuse/test_cost.py::test_rules_within_rules_cost_what_their_program_is_long",
+    ),
     Mutant(  # gradients at once of several totals
         "layers/fuse/search.py",
         'if self.program.avals[one].shape or self.program.avals[one].dtype.kind == "c":',

@@ -98,9 +98,11 @@ def load(
     is_bytes = isinstance(encoder, Bytes)
     needed = 1 + int(max(train.max(), held_out.max())) if is_bytes else encoder.vocab_size
     if needed > vocab_size:
+        more = f"Give --model.vocab-size {-(-needed // 128) * 128}."
+        more = "The folder's model is of another tokenizer." if special else more
         raise UsageError(
             f"{source} needs {needed} tokens by --data.tokenizer {encoder.name}, but --model."
-            f"vocab-size is {vocab_size}. Give --model.vocab-size {-(-needed // 128) * 128}."
+            f"vocab-size is {vocab_size}. {more}"
         )
     sha256 = hashlib.sha256(content).hexdigest()
     return Text(name, len(files), len(documents), sha256, encoder, train, held_out, len(content))

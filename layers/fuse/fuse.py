@@ -128,7 +128,7 @@ def options_of(
 ) -> Options:
     """Returns the options of `fuse`; raises an error for those that cannot be."""
     check(op, function, quantization, report)
-    require = (require,) if isinstance(require, str) else tuple(require)
+    require = (require,) if isinstance(require, str) or not np.iterable(require) else tuple(require)
     for name in require:
         if name not in DOMAINS:
             raise ValueError(

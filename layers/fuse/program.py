@@ -599,11 +599,16 @@ def is_jaxs_own(eqn: Any) -> bool:
     avals = tuple(v.aval for v in eqn.invars)
     if len(eqn.outvars) != 1 or not avals or not jnp.issubdtype(avals[0].dtype, jnp.floating):
         return False
-    inner, derivative = eqn.params["call_jaxpr"].jaxpr.eqns, jax_private.derivative_of(eqn)
-    if len(inner) != 1 or inner[0].primitive.name not in JIT or derivative is None:
+    body, derivative = eqn.params["call_jaxpr"], jax_private.derivative_of(eqn)
+    is_jitted = [e.primitive.name in JIT for e in body.eqns] == [True]
+    inner = body.eqns[0].params["jaxpr"] if is_jitted else body
+    names = {e.primitive.name for e in inner.eqns}
+    if names != {"max"} and not names >= {"exp", "div"}:  # functions within each other are long
+        return False
+    if not is_jitted or derivative is None:
         return _is_jaxs_own(eqn, avals)
     # JAX has one program of a jitted function and these types, as in 400 layers with a relu.
-    return _is_known(_Call(eqn, inner[0].params["jaxpr"], derivative, avals))
+    return _is_known(_Call(eqn, inner, derivative, avals))
 
 
 @functools.lru_cache(maxsize=64)

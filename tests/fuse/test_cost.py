@@ -111,6 +111,30 @@ def test_rules_of_derivatives_are_traced_at_little_cost():
     assert ours <= 1.6 * plain, (ours, plain)
 
 
+def test_rules_within_rules_cost_what_their_program_is_long():
+    """Sixteen calls of a user's own function, within others' rules, cost as calls in a row do."""
+
+    @jax.custom_jvp
+    def own(x):
+        return x * 1.5
+
+    own.defjvp(lambda p, t: (own(*p), t[0] * 2))
+
+    def twice(function):
+        outer = jax.custom_jvp(lambda x: function(function(x)))
+        outer.defjvp(lambda p, t: (outer(*p), function(t[0])))
+        return outer
+
+    def calls(depth):
+        function = own
+        for _ in range(depth):
+            function = twice(function)
+        return planned(lambda x: function(x).sum(), X)[0]
+
+    calls(1)
+    assert calls(4) <= 16 * calls(0) + 1000
+
+
 # ---------------------------------------------------------------- linear in a program's length
 
 

@@ -571,6 +571,8 @@ def test_what_is_required_is_served_or_an_error():
     kept = normfuse.fuse(scores, report=str, require="attention", skip="attention")
     with pytest.raises(ValueError, match="must name domains.*did you mean 'attention'"):
         call(scores, "atention")
+    with pytest.raises(ValueError, match="must name domains, got True; there are attention"):
+        call(scores, True)
     same(kept(q, q, q), scores(q, q, q))
 
 
