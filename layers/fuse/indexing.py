@@ -187,12 +187,12 @@ def covering(program: Program, last: Equation) -> list[Write]:
         writes.append(Write(own, made.ins[2], casts))
         n, partial = len(writes), writes[0].grid.partial
         axis = (*partial, 0)[0]  # do they take turns along it?
-        turns = sorted((w.grid.first[axis], w.grid.step[axis], w.grid.count[axis]) for w in writes)
         if len(partial) > 1 or own.partial != partial:
             return []
-        count = own.count[axis]
-        if n * count == own.shape[axis] and turns == [(i, n, count) for i in range(n)]:
-            return sorted(writes, key=lambda write: write.grid.first)
+        if n * (count := own.count[axis]) == own.shape[axis]:
+            writes.sort(key=lambda write: write.grid.first)
+            turns = [(w.grid.first[axis], w.grid.step[axis], w.grid.count[axis]) for w in writes]
+            return writes if turns == [(i, n, count) for i in range(n)] else []
     return []
 
 
