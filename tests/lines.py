@@ -22,9 +22,9 @@ MOST_BRANCHES, MOST_PARAMETERS = 20, 10
 # words of a loss in rows that devices share (340: no wide array is gathered that plain jnp has in
 # parts); what scores.py says of picks and averages goes where rows serve as fast.
 LIMITS = {
-    "lines of the package": 29_336,
+    "lines of the package": 29_320,
     "lines of C++ and CUDA": 6_130,
-    "lines of layers/fuse": 9_146,
+    "lines of layers/fuse": 9_130,
     "lines of benchmarks": 3_500,
     "files of results": 15,
     "longest module": 691,

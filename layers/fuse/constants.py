@@ -111,27 +111,11 @@ def evaluated(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> 
     return None if found is None or found.x.dtype != out.dtype else found
 
 
-def uniform(
-    name: str, params: Mapping[str, Any], out: Any, operands: Any, size: int
-) -> Known | None:
-    """Returns the number that all elements of a result are, where the operands are such numbers.
-
-    `size` is the number of elements of the first operand.
-    """
+def uniform(name: str, params: Mapping[str, Any], out: Any, operands: Any) -> Known | None:
+    """Returns the number that all elements of a result are, where the operands are such numbers."""
     if name in _LAYOUTS:
         return operands[0]
-    if name == "reduce_sum" and operands[0] is not None:
-        return _summed(operands[0], size // out.size)
     return evaluated(name, params, out, operands) if name in _OF_ELEMENTS else None
-
-
-def _summed(x: Known, count: int) -> Known | None:
-    """A sum of equal integers; floats have to hold each sum on the way, in any order."""
-    if x.x.dtype.kind in "iu":  # the sum wraps, and so does the product
-        return Known(x.x * np.asarray(count).astype(x.x.dtype))
-    total = np.asarray(x.x.astype(np.float64) * count)
-    held = x.exact and _is_whole(x.x) and abs(total) <= _DIGITS.get(x.x.dtype, 0)
-    return Known(total.astype(x.x.dtype)) if held else None
 
 
 # ---------------------------------------------------------------- the same elements elsewhere

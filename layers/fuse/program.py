@@ -516,7 +516,7 @@ def _uniform(g: Program, v: int) -> Facts:
             return None
     if not numbers or not out.size:
         return None
-    return uniform(made.name, made.params, out, numbers, g.avals[made.ins[0]].size)
+    return uniform(made.name, made.params, out, numbers)
 
 
 def _origin(g: Program, v: int) -> Facts:
