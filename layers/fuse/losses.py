@@ -227,8 +227,10 @@ class Loss:
     def data(self, read: Read, entropies: Any = None) -> list[Any]:
         """Returns what it is computed from beside the logits, `(*rows)` each, of `types`."""
         given = [self._more(read, entropies)] if self.has_more else []
-        _, inside, hidden = self.picks(read)
-        return [*given, *[hidden] * (hidden is not None), *[inside] * self.has_outside]
+        if self.has_outside or self.logits.hidden is not None:
+            _, inside, hidden = self.picks(read)
+            given += [hidden] * (hidden is not None) + [inside] * self.has_outside
+        return given
 
     def of_rows(self, lse: Any, loss: Any, *data: Any) -> Any:
         """Returns the number of each row, given log-sum-exps, losses and `data`.

@@ -212,11 +212,9 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
 
 def _joined(fa: Form, fb: Form, sign: float, product: bool) -> Form | None:
     """Returns the sum or difference of two forms, or product or quotient of two exponentials."""
-    if fa.stopped != fb.stopped or fa.summed != fb.summed:
+    if fa.stopped != fb.stopped or fa.summed != fb.summed or fa.hot or fb.hot:
         return None
     if not fa.exp == fb.exp == product or fa.along and fb.along:
-        return None
-    if fa.hot or fb.hot:
         return None
     if (fb.mixed or fb.along and product) and sign < 0:
         return None
